@@ -1,0 +1,75 @@
+"""The `thinwire` command: a table of subcommands, each living in the room that owns it.
+
+A command module has `configure(parser)`, which adds its arguments, and `run(args) -> int`. Modules are
+imported only when named, so `thinwire --help` needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from thinwire.errors import UsageError
+
+COMMANDS = {
+    "convex": ("thinwire.convex.command", "the theory bench: compressed methods on convex problems, with figures"),
+    "bench": ("", "measure the parts on this machine: codecs"),
+    "doctor": ("thinwire.doctor", "what this machine can do, and what to install where it cannot"),
+}
+
+BENCHES = {
+    "codecs": ("thinwire.codecs.bench", "encode and decode speed, beside other quantisers and memcpy"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser(words).parse_args(words)
+        return int(args.run(args) or 0)
+    except UsageError as error:
+        print(f"thinwire: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("thinwire: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser(words: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="thinwire", description="Train large models over slow networks: compress what crosses the wire."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    named = next((w for w in words if not w.startswith("-")), "")
+    for name, (module, summary) in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=_sentence(summary))
+        if name == "bench":
+            _add_benches(sub, words)
+        elif name == named:
+            _attach(sub, module)
+    return parser
+
+
+def _add_benches(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    benches = parser.add_subparsers(title="benches", metavar="BENCH", required=True)
+    for name, (module, summary) in BENCHES.items():
+        sub = benches.add_parser(name, help=summary, description=_sentence(summary))
+        if name in words:
+            _attach(sub, module)
+
+
+def _attach(parser: argparse.ArgumentParser, module: str) -> None:
+    command = importlib.import_module(module)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.configure(parser)
+    parser.set_defaults(run=command.run)
+
+
+def _sentence(summary: str) -> str:
+    return summary[0].upper() + summary[1:] + "."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

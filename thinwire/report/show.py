@@ -1,0 +1,72 @@
+"""What every command shows: a progress bar on a terminal (plain lines elsewhere), a table, and JSON on request."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from thinwire.errors import UsageError
+
+QUIET_SECONDS = 5.0  # how often a plain line appears where there is no terminal
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[str, int], None]]:
+    """Yields `advance(note, steps=1)`. On a terminal a bar with the note; elsewhere a line every few seconds."""
+    if sys.stderr.isatty():
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda note, steps=1: bar.update(task, advance=steps, description=f"{what}: {note}")
+        return
+    done, shown = 0, time.monotonic()
+
+    def advance(note: str, steps: int = 1) -> None:
+        nonlocal done, shown
+        done += steps
+        if time.monotonic() - shown >= QUIET_SECONDS or done >= total:
+            shown = time.monotonic()
+            print(f"{what}: {note} ({done}/{total})", file=sys.stderr, flush=True)
+
+    yield advance
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> None:
+    """Print a table; text is left-aligned, everything else right-aligned; floats get four significant digits."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    out = Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
+    for i, name in enumerate(columns):
+        textual = all(isinstance(row[i], str) for row in rows)
+        out.add_column(name, justify="left" if textual and i == 0 else "right")
+    for row in rows:
+        out.add_row(*(_cell(value) for value in row))
+    console.print(out)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def write_json(path: str | Path | None, result: Any) -> None:
+    """Write `result` to `path` (None: do nothing), making its folder; a path that cannot be written is one line."""
+    if path is None:
+        return
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}") from None

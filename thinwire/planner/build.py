@@ -1,0 +1,147 @@
+"""From a step to its task graph.
+
+- A rank runs its actions in order, one at a time; an overlapped pair is its halves, one after the other.
+- Encoding and decoding occupy the rank, right after and right before the computation. Sending does not: the
+  message holds a port for its wire time (pipeline traffic before gradients) and arrives a latency later.
+- The receiver waits only where it needs the tensor; stages on one rank hand tensors over at no cost.
+- After a stage's last weight backward (in all replicas) its gradient units go one after another, each
+  encoded, reduced and decoded beside the computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from thinwire.planner.actions import Action, Kind
+from thinwire.planner.graph import NONE, Graph
+from thinwire.planner.step import Hop, Send, Step, Traffic
+
+COMPUTE, ENCODE, WIRE, DECODE = "compute", "encode", "wire", "decode"
+
+
+class About(NamedTuple):
+    """What a task is."""
+
+    what: str  # one of the four above
+    replica: int
+    rank: int
+    subject: Action | Send
+
+
+class Builder:
+    """Call `build`; then `graph`, `about` (a line a task) and `messages` (replica 0's) are complete."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.schedule = step, step.schedule
+        self.graph = Graph()
+        self.about: list[About] = []
+        self.messages: dict[Send, tuple[int, Hop]] = {}
+        self._ends: dict[tuple[int, int], int] = {}  # replica, stage -> its last weight backward
+        self._made: dict[tuple[int, Send], int] = {}  # replica, tensor -> the task after which it is there
+        self._needs: list[tuple[tuple[int, Send], int]] = []
+
+    def build(self) -> Builder:
+        replicas = range(self.step.machine.replicas)
+        for replica in replicas:
+            for rank in range(len(self.schedule.ranks)):
+                self._program(replica, rank)
+        for tensor, task in self._needs:
+            self.graph.edge(self._made[tensor], task)
+        for replica in replicas:
+            reduced = [self._reduce(replica, s, units) for s, units in enumerate(self.step.gradients)]
+            if self.step.embedding is not None:
+                self._tie(replica, self.step.embedding, reduced)
+        return self
+
+    def _program(self, replica: int, rank: int) -> None:
+        previous = NONE
+        for action in self.schedule.compute(rank):
+            chain = self._chain(replica, rank, action)
+            for task in chain:
+                if previous != NONE:
+                    self.graph.edge(previous, task)
+                previous = task
+
+    def _chain(self, replica: int, rank: int, action: Action) -> list[int]:
+        """The tasks of one action on its rank: decode, compute, encode."""
+        stage, kind, part, _ = action
+        assert part is not None
+        compute = self._busy(COMPUTE, replica, rank, action, self.step.work.seconds(action))
+        if kind in (Kind.B, Kind.W):
+            self._ends[replica, stage] = compute
+        if kind is Kind.W:
+            return [compute]
+        traffic, ahead = (Traffic.FORWARD, 1) if kind is Kind.F else (Traffic.BACKWARD, -1)
+        decode = self._receive(replica, rank, Send(traffic, stage - ahead, part), stage, compute)
+        encode = self._send(replica, rank, Send(traffic, stage, part), stage + ahead, compute)
+        return [*decode, compute, *encode]
+
+    def _receive(self, replica: int, rank: int, send: Send, stage: int, compute: int) -> list[int]:
+        if not 0 <= send.stage < self.schedule.stages:
+            return []
+        seconds = self.step.hop(send).decode if self.schedule.remote(send.stage, stage) else 0.0
+        decode = [self._busy(DECODE, replica, rank, send, seconds)] if seconds else []
+        self._needs.append(((replica, send), decode[0] if decode else compute))
+        return decode
+
+    def _send(self, replica: int, rank: int, send: Send, to: int, compute: int) -> list[int]:
+        if not self.schedule.remote(send.stage, to):
+            self._made[replica, send] = compute
+            return []
+        hop = self.step.hop(send)
+        encode = [self._busy(ENCODE, replica, rank, send, hop.encode)] if hop.encode else []
+        wire = self._made[replica, send] = self._wire(replica, rank, send, hop)
+        self.graph.edge(encode[0] if encode else compute, wire)
+        return encode
+
+    def _reduce(self, replica: int, stage: int, units: Sequence[Hop]) -> int:
+        """The stage's units in a row, after its last weight backward everywhere; returns the last task."""
+        rank, before = self.schedule.rank_of[stage], self._finished(stage)
+        last = self._ends[replica, stage]
+        for unit, hop in enumerate(units):
+            send = Send(Traffic.GRADIENT, stage, unit)
+            tasks = [self._wire(replica, rank, send, hop)]
+            if hop.encode:
+                tasks.insert(0, self._busy(ENCODE, replica, rank, send, hop.encode))
+            if hop.decode:
+                tasks.append(self._busy(DECODE, replica, rank, send, hop.decode))
+            for task in tasks:
+                for earlier in before:
+                    self.graph.edge(earlier, task)
+                before, last = [task], task
+        return last
+
+    def _tie(self, replica: int, hop: Hop, reduced: list[int]) -> None:
+        """The tied embedding's exchange, at both ends: fused after their backward, otherwise after both sums."""
+        first, final = 0, self.schedule.stages - 1
+        fused = self.step.embedding_fused or not reduced
+        before = self._finished(first) + self._finished(final) if fused else [reduced[first], reduced[final]]
+        for stage in (first, final):
+            send = Send(Traffic.EMBEDDING, stage, 0)
+            task = self._wire(replica, self.schedule.rank_of[stage], send, hop)
+            for earlier in before:
+                self.graph.edge(earlier, task)
+
+    def _finished(self, stage: int) -> list[int]:
+        return [self._ends[replica, stage] for replica in range(self.step.machine.replicas)]
+
+    def _busy(self, what: str, replica: int, rank: int, subject: Action | Send, seconds: float) -> int:
+        """A task that needs the rank, and one of its machine's cores where they are counted."""
+        machine, pool = self.step.machine, NONE
+        if machine.cores:
+            place = replica * len(self.schedule.ranks) + rank
+            pool = self.graph.add_pool(
+                ("cores", place // machine.ranks if machine.ranks else 0), machine.cores
+            )
+        self.about.append(About(what, replica, rank, subject))
+        return self.graph.task(seconds, pool)
+
+    def _wire(self, replica: int, rank: int, send: Send, hop: Hop) -> int:
+        pool = self.graph.add_pool(("port", replica, self.step.occupies(send)))
+        late = send.traffic in (Traffic.GRADIENT, Traffic.EMBEDDING)
+        self.about.append(About(WIRE, replica, rank, send))
+        task = self.graph.task(hop.wire, pool, hop.latency, priority=int(late))
+        if not replica:
+            self.messages[send] = (task, hop)
+        return task

@@ -1,0 +1,41 @@
+"""The checksum on the CPU: 32-bit products summed in halves, so nothing overflows and any order will do."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import prange
+
+from thinwire.kernels.checksum import PRIME, SEED
+from thinwire.kernels.cpu.compile import parallel
+from thinwire.kernels.cpu.scalar import hash32, high_key
+from thinwire.kernels.random import hash32 as reference_hash
+from thinwire.kernels.random import split
+
+RUN = 1 << 14  # words a loop iteration handles
+
+
+@parallel
+def _sums(words, sums, k0, k1):
+    for run in prange(sums.size):
+        part = words[run * RUN : (run + 1) * RUN]
+        key, first = high_key(run * RUN, k0), np.uint32(run * RUN)
+        low, high = np.uint64(0), np.uint64(0)
+        for i in range(part.size):
+            h = np.uint64(hash32(np.uint32(first + np.uint32(i)), key, k1))
+            weight = np.uint64(1) + (h - np.uint64(PRIME - 1) if h >= np.uint64(PRIME - 1) else h)
+            product = np.uint64(part[i]) * weight
+            low += product & np.uint64(0xFFFFFFFF)
+            high += product >> np.uint64(32)
+        sums[run] = ((high % np.uint64(PRIME)) * np.uint64(5) + low) % np.uint64(PRIME)  # 2³² ≡ 5
+
+
+def weighted_sum(data):
+    raw = data.contiguous().numpy()
+    whole = raw[: raw.size // 4 * 4]
+    words = whole.view(np.uint32) if whole.ctypes.data % 4 == 0 else whole.copy().view(np.uint32)
+    sums = np.zeros(-(-words.size // RUN), np.uint64)
+    _sums(words, sums, *split(SEED))
+    last = int.from_bytes(raw[whole.size :].tobytes(), "little")
+    weight = 1 + int(reference_hash(torch.tensor(words.size), SEED)) % (PRIME - 1)
+    return torch.tensor((int(sums.sum(dtype=np.uint64)) + last * weight) % PRIME)

@@ -1,0 +1,35 @@
+"""Which implementation of a kernel runs: Triton on CUDA, Numba on the CPU, plain torch everywhere else.
+
+Every op in this room has three versions under one name: the plain-torch reference beside the op, Numba in
+`cpu/`, Triton in `gpu/`. Ops take `impl=None` (choose) or one of the names below, which tests use to compare.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+IMPLEMENTATIONS = ("reference", "cpu", "gpu")
+FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def choose(x: Tensor, impl: str | None = None) -> str:
+    """The implementation for `x`: as asked, or the fastest that handles its device and dtype.
+
+    float64 is the theory bench's type, not a training type: it always takes the reference.
+    """
+    if impl is not None:
+        if impl not in IMPLEMENTATIONS:
+            raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, not {impl!r}")
+        return impl
+    if x.is_floating_point() and x.dtype not in FAST_DTYPES:
+        return "reference"
+    return {"cpu": "cpu", "cuda": "gpu"}.get(x.device.type, "reference")
+
+
+def load(impl: str, op: str) -> ModuleType:
+    """The module `kernels/cpu/<op>.py` or `kernels/gpu/<op>.py`, imported on first use (Triton may be absent)."""
+    return importlib.import_module(f"thinwire.kernels.{impl}.{op}")

@@ -1,0 +1,167 @@
+"""Block-scaled quantisation to 2–8 bits, packed, in one pass.
+
+    s_B = ⌈max_B|x| / qmax⌉ in 16 bits (scales.py),  qmax = 2^(b−1) − 1      one scale per block B
+    q   = clamp(round(x · (1/s_B)), ±qmax)                                   an exact zero
+    message = the codes q + qmax, packed (bits.py), padded to an even length; then the scales
+
+`nearest` rounds half to even. `stochastic` takes ⌊t⌋ + [u_i < t − ⌊t⌋] with u_i from random.py: unbiased.
+`mse` replaces max|x| by c·max|x| with the c on a grid of 16 that least squared error asks for, and gives the code
+that the symmetric grid leaves over, qmax + 1, to the side of the block's extreme (a negative scale where that is
+negative). Errors are summed in integers, so that no order of summation can change a bit.
+float64 input keeps float64 scales (8 bytes).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import bits as bitpack
+from thinwire.kernels import random, scales
+from thinwire.kernels.dispatch import choose, load
+
+SHRINKS = 16  # candidates c = 1, 0.95, … 0.25 for the least-squares scale
+GRID = 1 << 14  # resolution at which candidates are compared
+
+
+def qmax(bits: int) -> int:
+    return (1 << (bits - 1)) - 1
+
+
+def scale_bytes(dtype: torch.dtype) -> int:
+    return 8 if dtype == torch.float64 else 2
+
+
+def codes_bytes(n: int, bits: int) -> int:
+    return (bitpack.packed_bytes(n, bits) + 1) & ~1
+
+
+def quantized_bytes(n: int, bits: int, block: int, dtype: torch.dtype) -> int:
+    """Exact length of the message of n values."""
+    return codes_bytes(n, bits) + -(-n // block) * scale_bytes(dtype)
+
+
+def quantize(
+    x: Tensor, bits: int, block: int, *, stochastic: bool = False, mse: bool = False, seed: int = 0,
+    impl: str | None = None,
+) -> Tensor:  # fmt: skip
+    """x: float[n], contiguous → uint8[quantized_bytes]. A block with NaN or Inf carries scales.NONFINITE."""
+    impl = choose(x, impl)
+    if impl != "reference":
+        return load(impl, "quantize").quantize(x, bits, block, stochastic, mse, seed)
+    blocks = as_blocks(x.to(arithmetic(x.dtype)), block)
+    scale, tail = choose_scales(blocks, bits, mse, x.dtype)
+    noise = random.uniform(blocks.numel(), seed, x.device) if stochastic else None
+    codes = round_codes(blocks, scale, bits, mse, noise)
+    return assemble(codes.reshape(-1)[: x.numel()], tail, bits)
+
+
+def dequantize(
+    wire: Tensor, n: int, bits: int, block: int, dtype: torch.dtype, *, onto: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:  # fmt: skip
+    """The n values of a message in `dtype`; with `onto` (float[n]) they are added to it in place instead."""
+    impl = choose(torch.empty(0, dtype=dtype, device=wire.device), impl)
+    if impl != "reference":
+        return load(impl, "quantize").dequantize(wire, n, bits, block, dtype, onto)
+    codes, scale = take_apart(wire, n, bits, block, dtype)
+    values = (as_blocks(codes, block) * scale[:, None]).reshape(-1)[:n]
+    if onto is None:
+        return values.to(dtype)
+    return onto.copy_((onto.to(values.dtype) + values).to(onto.dtype))
+
+
+def is_finite(wire: Tensor, n: int, bits: int, blocks: int, dtype: torch.dtype) -> Tensor:
+    """A 0-d bool tensor: does no block of the message carry the non-finite mark? O(blocks), no host sync."""
+    tail = wire[codes_bytes(n, bits) : codes_bytes(n, bits) + blocks * scale_bytes(dtype)]
+    if dtype == torch.float64:
+        return torch.isfinite(tail.clone().view(torch.float64)).all()
+    pairs = tail.reshape(-1, 2)
+    return ~((pairs[:, 0] & pairs[:, 1]) == 255).any()
+
+
+# --- the reference, step by step (the fused delta kernel's reference uses the same steps)
+
+
+def choose_scales(blocks: Tensor, bits: int, mse: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """blocks: float[B, block] → (scale in the arithmetic dtype [B], its bytes)."""
+    absmax = blocks.abs().amax(dim=1) if blocks.numel() else blocks.new_zeros(blocks.shape[0])
+    absmax = torch.where(torch.isfinite(blocks).all(dim=1), absmax, torch.nan)
+    negative = torch.zeros_like(absmax, dtype=torch.bool)
+    if mse and blocks.numel():
+        roomy = absmax <= torch.finfo(dtype).max / 2  # else the spare level might lie beyond the dtype
+        negative = (blocks.amax(dim=1) < absmax) & roomy
+        absmax = absmax * torch.where(roomy, best_shrink(blocks, absmax, negative, bits), 1)
+    if dtype == torch.float64:
+        mantissa, exponent = torch.frexp(absmax / qmax(bits))
+        scale = torch.ldexp(torch.ceil(mantissa * 128) / 128, exponent) * torch.where(negative, -1, 1)
+        return scale, scale.contiguous().view(torch.uint8)
+    code = scales.encode_scale(absmax, qmax(bits), torch.finfo(dtype).max)
+    code = torch.where(negative & (code > 0) & (code != scales.NONFINITE), code + scales.SIGN, code)
+    return scales.decode_scale(code), scales.to_bytes(code)
+
+
+def best_shrink(blocks: Tensor, absmax: Tensor, negative: Tensor, bits: int) -> Tensor:
+    """The c in {1, 0.95, …, 0.25} of least squared error per block, compared on an integer grid."""
+    safe = torch.where(absmax > 0, absmax, torch.ones_like(absmax))
+    t = torch.round((blocks / safe[:, None]).float() * GRID).nan_to_num(0)
+    t = torch.where(negative[:, None], -t, t)
+    best = torch.full_like(absmax, 2**62, dtype=torch.int64)
+    shrink = torch.ones_like(absmax)
+    for j in range(SHRINKS):
+        step, inverse, c = shrink_candidate(j, bits)
+        q = torch.round(t * inverse).clamp(-qmax(bits), qmax(bits) + 1)
+        error = (t.long() - q.long() * step).square().sum(dim=1)
+        shrink = torch.where(error < best, c, shrink)
+        best = torch.minimum(best, error)
+    return shrink
+
+
+def shrink_candidate(j: int, bits: int) -> tuple[int, float, float]:
+    """(integer step, its float32 reciprocal, c) of candidate j."""
+    c = 1 - j / 20
+    step = round(GRID * c / qmax(bits))
+    return step, float(torch.tensor(1.0) / step), c
+
+
+def round_codes(blocks: Tensor, scale: Tensor, bits: int, mse: bool, uniform: Tensor | None) -> Tensor:
+    """Signed integer codes, as float[B, block]."""
+    lift, r = scales.reciprocal(scale)
+    t = (blocks * lift[:, None]) * r[:, None]
+    if uniform is None:
+        t = torch.round(t)
+    else:
+        low = torch.floor(t)
+        t = low + (uniform.reshape(t.shape) < t - low)
+    return t.clamp(-qmax(bits), qmax(bits) + mse).nan_to_num(0)
+
+
+def assemble(codes: Tensor, tail: Tensor, bits: int) -> Tensor:
+    """Signed codes [n] and scale bytes → message."""
+    packed = bitpack.pack((codes + qmax(bits)).to(torch.uint8), bits, "reference")
+    pad = packed.new_zeros(codes_bytes(codes.numel(), bits) - packed.numel())
+    return torch.cat((packed, pad, tail))
+
+
+def take_apart(wire: Tensor, n: int, bits: int, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Message → (signed codes as float [n], scales [B])."""
+    packed, tail = wire[: bitpack.packed_bytes(n, bits)], wire[codes_bytes(n, bits) :]
+    scale = scale_values(tail, dtype)
+    codes = bitpack.unpack(packed, n, bits, "reference").to(scale.dtype) - qmax(bits)
+    return codes, scale
+
+
+def scale_values(tail: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scale bytes at the end of a message → scales [B] in the arithmetic dtype."""
+    return tail.clone().view(torch.float64) if dtype == torch.float64 else scales.decode_scale(scales.from_bytes(tail))
+
+
+def as_blocks(x: Tensor, block: int) -> Tensor:
+    count = -(-x.numel() // block)
+    out = x.new_zeros(count * block)
+    out[: x.numel()] = x
+    return out.reshape(count, block)
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

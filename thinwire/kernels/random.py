@@ -1,0 +1,79 @@
+"""Counter-based random numbers: value i depends on (seed, i) alone, the same on every device and thread count.
+
+The global generators of torch, numpy and Python are never touched. `hash32` is two xor-shift-multiply rounds
+(the constants are those of a published low-bias search) with half of the 64-bit seed entering between them,
+so that different seeds give unrelated streams rather than shifted copies of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+MASK32 = 0xFFFFFFFF
+GOLDEN = 0x9E3779B1
+MUL1, MUL2 = 0x21F0AAAD, 0xD35A2D97
+ROUNDS = 4
+
+
+def derive(*parts: object) -> int:
+    """A 63-bit seed from (run, step, key, rank, send count …): different parts, unrelated seeds."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def split(seed: int) -> tuple[int, int]:
+    """The two 32-bit keys of a seed; near seeds (0, 1, 2 …) are spread first."""
+    return int(mix(seed & MASK32, GOLDEN)), int(mix((seed >> 32) & MASK32, mix(seed & MASK32, MUL1)))
+
+
+def mix(value: int, key: int) -> int:
+    """`hash32` of one Python integer."""
+    h = (value * GOLDEN + key) & MASK32
+    h = ((h ^ (h >> 16)) * MUL1) & MASK32
+    h ^= key ^ (h >> 15)
+    h = (h * MUL2) & MASK32
+    return h ^ (h >> 15)
+
+
+def hash32(index: Tensor, seed: int) -> Tensor:
+    """Uniform 32-bit integers (as int64) for int64 positions `index`."""
+    k0, k1 = split(seed)
+    low, high = index & MASK32, index >> 32
+    h = (low * GOLDEN + k0 + high * MUL1) & MASK32
+    h = ((h ^ (h >> 16)) * MUL1) & MASK32
+    h = h ^ k1 ^ (h >> 15)
+    h = (h * MUL2) & MASK32
+    return h ^ (h >> 15)
+
+
+def uniform(n: int, seed: int, device: torch.device | str = "cpu", offset: int = 0) -> Tensor:
+    """float32[n] in [0, 1) on the grid of 2⁻²⁴."""
+    index = torch.arange(offset, offset + n, device=device)
+    return (hash32(index, seed) >> 8).to(torch.float32) * 2.0**-24
+
+
+def bijection_keys(n: int, seed: int) -> tuple[int, int, list[int], list[int]]:
+    """(mask, shift, odd multipliers, addends) of a bijection of the smallest 2^m ≥ n."""
+    bits = max(1, (n - 1).bit_length())
+    k0, k1 = split(seed)
+    multipliers = [mix(2 * r, k0) | 1 for r in range(ROUNDS)]
+    addends = [(mix(2 * r + 1, k1) << 32 | mix(2 * r + 1, k0)) & ((1 << 62) - 1) for r in range(ROUNDS)]
+    return (1 << bits) - 1, (bits + 1) // 2, multipliers, addends
+
+
+def sample(n: int, k: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
+    """k different positions out of n (int64[k]), in O(k): a keyed bijection of 2^m ≥ n walked until it lands."""
+    mask, shift, multipliers, addends = bijection_keys(n, seed)
+    out = torch.arange(k, device=device)
+    walking = torch.ones_like(out, dtype=torch.bool)
+    while bool(walking.any()):
+        x = out[walking]
+        for a, b in zip(multipliers, addends):
+            x = (x * a + b) & mask
+            x = x ^ (x >> shift)
+        out[walking] = x
+        walking = out >= n
+    return out

@@ -97,31 +97,32 @@ class Builder:
 
     def _reduce(self, replica: int, stage: int, units: Sequence[Hop]) -> int:
         """The stage's units in a row, after its last weight backward everywhere; returns the last task."""
-        rank, before = self.schedule.rank_of[stage], self._finished(stage)
-        last = self._ends[replica, stage]
+        before, last = self._finished(stage), self._ends[replica, stage]
         for unit, hop in enumerate(units):
-            send = Send(Traffic.GRADIENT, stage, unit)
-            tasks = [self._wire(replica, rank, send, hop)]
-            if hop.encode:
-                tasks.insert(0, self._busy(ENCODE, replica, rank, send, hop.encode))
-            if hop.decode:
-                tasks.append(self._busy(DECODE, replica, rank, send, hop.decode))
-            for task in tasks:
-                for earlier in before:
-                    self.graph.edge(earlier, task)
-                before, last = [task], task
+            last = self._exchange(replica, Send(Traffic.GRADIENT, stage, unit), hop, before)
+            before = [last]
         return last
 
     def _tie(self, replica: int, hop: Hop, reduced: list[int]) -> None:
-        """The tied embedding's exchange, at both ends: fused after their backward, otherwise after both sums."""
+        """The tied embedding's exchange, at both ends: fused after their backward, else after both sums."""
         first, final = 0, self.schedule.stages - 1
         fused = self.step.embedding_fused or not reduced
         before = self._finished(first) + self._finished(final) if fused else [reduced[first], reduced[final]]
         for stage in (first, final):
-            send = Send(Traffic.EMBEDDING, stage, 0)
-            task = self._wire(replica, self.schedule.rank_of[stage], send, hop)
+            self._exchange(replica, Send(Traffic.EMBEDDING, stage, 0), hop, before)
+
+    def _exchange(self, replica: int, send: Send, hop: Hop, before: list[int]) -> int:
+        """Encode, reduce, decode; returns the last of them."""
+        rank = self.schedule.rank_of[send.stage]
+        tasks = [self._busy(ENCODE, replica, rank, send, hop.encode)] if hop.encode else []
+        tasks.append(self._wire(replica, rank, send, hop))
+        if hop.decode:
+            tasks.append(self._busy(DECODE, replica, rank, send, hop.decode))
+        for task in tasks:
             for earlier in before:
                 self.graph.edge(earlier, task)
+            before = [task]
+        return tasks[-1]
 
     def _finished(self, stage: int) -> list[int]:
         return [self._ends[replica, stage] for replica in range(self.step.machine.replicas)]

@@ -55,7 +55,7 @@ class Network:
         return self.inside if len({self.site(r) for r in ranks}) == 1 else self.across
 
     def port(self, a: int, b: int) -> Hashable:
-        """What a message from a to b occupies: the sender's port, its site's uplink, or a half-duplex pair."""
+        """What a message from a to b holds: the sender's port, its site's uplink, or a half-duplex pair."""
         link, apart = self.link(a, b), self.site(a) != self.site(b)
         ends = (self.site(a), self.site(b)) if self.shared_uplink and apart else (a, b)
         if not link.full_duplex:
@@ -147,7 +147,7 @@ def low_rank(left: float, right: float, p: int) -> Cost:
 
 
 def hierarchical(nbytes: float, inside: int, across: Callable[[float], Cost]) -> tuple[Cost, Cost]:
-    """(inside, across): ring reduce-scatter and all-gather inside a site; each rank sends its share across."""
+    """(inside, across): ring reduce-scatter and all-gather inside a site; each rank sends a share across."""
     return dense_ring(nbytes, inside), across(nbytes / inside)
 
 

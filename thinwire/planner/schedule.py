@@ -18,7 +18,7 @@ Slot = tuple[int, int]  # stage, micro-batch
 
 
 class _Rank:
-    """A rank's list in the making. Every call adds the next micro-batch of that kind on that stage, up to M."""
+    """A rank's list in the making. Every call adds that stage's next micro-batch of that kind, up to M."""
 
     def __init__(self, microbatches: int) -> None:
         self._end = microbatches

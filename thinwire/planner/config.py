@@ -1,0 +1,186 @@
+"""run.toml for the planner: read, checked key by key, and a commented example to start from."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import UsageError
+from thinwire.lab.units import parse_rate, parse_time
+from thinwire.planner.actions import Schedule, read_csv
+from thinwire.planner.model import Model, work_from_flops
+from thinwire.planner.network import Link, Network
+from thinwire.planner.schedule import generate
+from thinwire.planner.settings import Wire, read_wire
+from thinwire.planner.step import Machine, Work
+
+KEYS = {
+    "model": ("layers", "hidden", "seq", "vocab", "tied", "parameters"),
+    "mesh": ("dp", "pp"),
+    "schedule": ("name", "virtual", "csv"),
+    "batch": ("microbatches", "size"),
+    "compute": ("forward", "backward", "flops", "encode", "decode", "cores", "ranks_per_machine"),
+    "network": (
+        "rate", "latency", "inside_rate", "inside_latency", "ranks_per_site", "shared_uplink", "full_duplex",
+    ),
+    "wire": None,  # checked in settings.py
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything the planner needs to know of a training run."""
+
+    model: Model
+    dp: int
+    pp: int
+    schedule: Schedule
+    sequences: int  # of one micro-batch
+    work: Work
+    network: Network
+    machine: Machine
+    encode: float  # bytes of fp32 a second
+    decode: float
+    wire: Wire | None
+
+    def at(self, rate: float | None, latency: float | None = None) -> Run:
+        """The same run on a slow network of another rate (bit/s) or latency."""
+        across = self.network.across
+        link = replace(across, rate=rate, latency=across.latency if latency is None else latency)
+        return replace(self, network=replace(self.network, across=link))
+
+
+def load(path: str | Path, rate: str | None = None, latency: str | None = None) -> Run:
+    """Read run.toml; `rate` and `latency` from the command line go before those of `[network]`."""
+    try:
+        document = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from None
+    for given, key in ((rate, "rate"), (latency, "latency")):
+        if given is not None:
+            document["network"] = {**document.get("network", {}), key: given}
+    return read_run(document, Path(path).parent)
+
+
+def read_run(document: Mapping[str, Any], folder: Path = Path()) -> Run:
+    for section, table in document.items():
+        _check_keys(section, table)
+    get = {section: document.get(section, {}) for section in KEYS}
+    model = _model(get["model"])
+    dp, pp = _count("mesh", get["mesh"], "dp", 1), _count("mesh", get["mesh"], "pp", 1)
+    schedule = _schedule(get["schedule"], pp, _count("batch", get["batch"], "microbatches"), folder)
+    model.share(schedule.stages)
+    sequences = _count("batch", get["batch"], "size", 1)
+    cores = _count("compute", get["compute"], "cores", 0, least=0)
+    share = _count("compute", get["compute"], "ranks_per_machine", 0, least=0)
+    return Run(
+        model, dp, pp, schedule, sequences,
+        _work(get["compute"], model, schedule, sequences),
+        _network(get["network"]),
+        Machine(cores, share, dp if cores else 1),
+        _positive("compute", get["compute"], "encode", 5.6e9),
+        _positive("compute", get["compute"], "decode", 15.9e9),
+        read_wire(get["wire"]) if get["wire"] else None,
+    )  # fmt: skip
+
+
+def _check_keys(section: str, table: Any) -> None:
+    if section not in KEYS:
+        raise UsageError(f"[{section}]: no such section; allowed are {', '.join(KEYS)}")
+    if not isinstance(table, Mapping):
+        raise UsageError(f"{section} = {table!r}: must be a table, [{section}]")
+    allowed = KEYS[section]
+    for key in table:
+        if allowed is not None and key not in allowed:
+            raise UsageError(f"[{section}] {key}: no such key; allowed are {', '.join(allowed)}")
+
+
+def _count(
+    section: str, table: Mapping[str, Any], key: str, default: int | None = None, least: int = 1
+) -> int:
+    value = table.get(key, default)
+    if value is None:
+        raise UsageError(f"[{section}] {key}: missing")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"[{section}] {key} = {value!r}: must be a whole number, {least} or more")
+    return value
+
+
+def _positive(section: str, table: Mapping[str, Any], key: str, default: float) -> float:
+    value = table.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UsageError(f"[{section}] {key} = {value!r}: must be a number above 0")
+    return float(value)
+
+
+def _flag(section: str, table: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = table.get(key, default)
+    if not isinstance(value, bool):
+        raise UsageError(f"[{section}] {key} = {value!r}: must be true or false")
+    return value
+
+
+def _model(table: Mapping[str, Any]) -> Model:
+    sizes = {key: _count("model", table, key) for key in ("layers", "hidden", "seq")}
+    vocab = _count("model", table, "vocab", 0, least=0)
+    parameters = _count("model", table, "parameters", 0, least=0)
+    if not vocab and not parameters:
+        raise UsageError("[model]: give vocab, or parameters (of the layers)")
+    return Model(**sizes, vocab=vocab, tied=_flag("model", table, "tied", True), parameters=parameters)
+
+
+def _schedule(table: Mapping[str, Any], pp: int, microbatches: int, folder: Path) -> Schedule:
+    if "csv" not in table:
+        virtual = _count("schedule", table, "virtual") if "virtual" in table else None
+        return generate(str(table.get("name", "1F1B")), pp, microbatches, virtual)
+    schedule = read_csv(folder / str(table["csv"]))
+    if (len(schedule.ranks), schedule.microbatches) != (pp, microbatches):
+        raise UsageError(
+            f"[schedule] csv = {table['csv']!r}: {len(schedule.ranks)} ranks and {schedule.microbatches} "
+            f"micro-batches, but pp = {pp} and microbatches = {microbatches}"
+        )
+    return schedule
+
+
+def _work(table: Mapping[str, Any], model: Model, schedule: Schedule, sequences: int) -> Work:
+    if "flops" in table:
+        rate = _positive("compute", table, "flops", 0.0)
+        return work_from_flops(model, schedule.stages, sequences, rate)
+    if "forward" not in table:
+        raise UsageError("[compute]: give forward (and backward) seconds a stage, or flops a second")
+    forward = _seconds(table, "forward", schedule)
+    backward = _seconds(table, "backward", schedule) if "backward" in table else [2 * t for t in forward]
+    half = tuple(t / 2 for t in backward)
+    return Work(tuple(forward), half, half)
+
+
+def _seconds(table: Mapping[str, Any], key: str, schedule: Schedule) -> list[float]:
+    """One time for a rank's whole share (split over its stages), or a list with one a stage."""
+    value = table[key]
+    if not isinstance(value, list):
+        each = parse_time(value, f"[compute] {key}")
+        return [each / schedule.rank_of.count(rank) for rank in schedule.rank_of]
+    if len(value) != schedule.stages:
+        raise UsageError(f"[compute] {key}: {len(value)} times for {schedule.stages} stages")
+    return [parse_time(item, f"[compute] {key}") for item in value]
+
+
+def _network(table: Mapping[str, Any]) -> Network:
+    if "rate" not in table:
+        raise UsageError("no rate: give --rate 100mbit, or rate under [network]")
+    duplex = _flag("network", table, "full_duplex", True)
+    across, inside = (
+        Link(
+            parse_rate(table.get(f"{at}rate"), f"{at}rate"),
+            parse_time(table.get(f"{at}latency", 0.0)),
+            duplex,
+        )
+        for at in ("", "inside_")
+    )
+    sites = _count("network", table, "ranks_per_site", 0, least=0)
+    return Network(across, inside, sites, _flag("network", table, "shared_uplink", False))

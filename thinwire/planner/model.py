@@ -1,0 +1,86 @@
+"""The model as the network sees it: which parameters lie on which stage, how large a boundary is, how long
+computing takes. A transformer of the GPT kind: 12h² + 13h parameters a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from thinwire.errors import UsageError
+from thinwire.planner.step import Work
+
+Shape = tuple[int, ...]
+UNIT_BYTES = 25_000_000  # gradients travel in units of whole parameters, cut at about this size
+
+
+@dataclass(frozen=True)
+class Model:
+    layers: int
+    hidden: int
+    seq: int
+    vocab: int = 0
+    tied: bool = True  # input and output embedding are one parameter, on the first and the last stage
+    parameters: int = 0  # of the layers, where they are not 12h² + 13h each
+
+    def share(self, stages: int) -> list[int]:
+        """Layers on each stage, as even as can be, the earlier stages taking the remainder."""
+        if stages > self.layers:
+            raise UsageError(f"{stages} stages (pp · virtual): more than the model's {self.layers} layers")
+        return [self.layers // stages + (s < self.layers % stages) for s in range(stages)]
+
+    def layer(self) -> list[Shape]:
+        """Parameters of a layer in declaration order: norm, qkv, projection, norm, up, down."""
+        h = self.hidden
+        if self.parameters:
+            return [(self.parameters // (self.layers * h), h)]
+        attention = [(h,), (h,), (3 * h, h), (3 * h,), (h, h), (h,)]
+        return [*attention, (h,), (h,), (4 * h, h), (4 * h,), (h, 4 * h), (h,)]
+
+    def stage(self, stage: int, stages: int) -> list[Shape]:
+        """A stage's parameters; the tied embedding is left out, it is synchronised on its own."""
+        shapes = self.layer() * self.share(stages)[stage]
+        embedding: list[Shape] = [(self.vocab, self.hidden)] if self.vocab and not self.tied else []
+        if stage == 0:
+            shapes = [*embedding, *([(self.seq, self.hidden)] if self.vocab else []), *shapes]
+        if stage == stages - 1:
+            shapes = [*shapes, (self.hidden,), (self.hidden,), *embedding]
+        return shapes
+
+    def embedding_values(self) -> int:
+        return self.vocab * self.hidden if self.tied else 0
+
+    def flops(self, stages: int, sequences: int) -> list[float]:
+        """A stage's forward: 2 a weight and token, for attention 4·seq·h a token and layer, the logits."""
+        tokens = sequences * self.seq
+        weights = sum(values(shape) for shape in self.layer() if len(shape) > 1)
+        per_layer = tokens * (2.0 * weights + 4.0 * self.seq * self.hidden)
+        totals = [per_layer * count for count in self.share(stages)]
+        totals[-1] += 2.0 * tokens * self.hidden * self.vocab
+        return totals
+
+
+def values(shape: Shape) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def units(shapes: list[Shape]) -> Iterator[list[Shape]]:
+    """Gradients in units of whole parameters, each closed once it reaches UNIT_BYTES of fp32."""
+    unit: list[Shape] = []
+    size = 0
+    for shape in shapes:
+        unit.append(shape)
+        size += 4 * values(shape)
+        if size >= UNIT_BYTES:
+            yield unit
+            unit, size = [], 0
+    if unit:
+        yield unit
+
+
+def work_from_flops(model: Model, stages: int, sequences: int, rate: float) -> Work:
+    """Backward is twice the forward, half of it for the input and half for the weights."""
+    seconds = tuple(flops / rate for flops in model.flops(stages, sequences))
+    return Work(seconds, seconds, seconds)

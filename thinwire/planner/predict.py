@@ -1,0 +1,181 @@
+"""From a run and its wire settings to a simulated step; over rates, to a curve and its break-even points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from thinwire.lab.units import show_rate
+from thinwire.planner import sizes
+from thinwire.planner.config import Run
+from thinwire.planner.critical import Choice, choose, epilogue, mixed
+from thinwire.planner.model import Shape, units, values
+from thinwire.planner.network import Cost, Link
+from thinwire.planner.settings import Setting, Wire
+from thinwire.planner.simulate import Result, simulate
+from thinwire.planner.step import Hop, Send, Step, Traffic
+
+OFF = Wire("off")
+
+
+def predict(run: Run, wire: Wire, cold: bool = False) -> Result:
+    """The step under these settings. `cold`: no sample has been seen before, so deltas are sent whole."""
+    packed = _step(run, wire, cold)
+    plain = _step(run, Wire(OFF.name, embedding=wire.embedding, fused=wire.fused), cold)
+    rule = {
+        kind: setting.select if setting else "all"
+        for kind, setting in zip(Traffic, (wire.forward, wire.backward, wire.gradient, None))
+    }
+    last = epilogue(packed)
+
+    def fixed(send: Send) -> bool:
+        return rule[send.traffic] == "all" or (rule[send.traffic] == "epilogue" and last(send))
+
+    if "slack" in rule.values():
+        return choose(mixed(plain, packed, fixed), packed).result
+    return simulate(mixed(plain, packed, fixed))
+
+
+def worth(run: Run, wire: Wire) -> tuple[Choice, Result]:
+    """What of this wire's compression the step needs (from slack), and the step with all of it."""
+    plain, packed = (_step(run, w, cold=False) for w in (OFF, wire))
+    return choose(plain, packed), simulate(packed)
+
+
+def _step(run: Run, wire: Wire, cold: bool) -> Step:
+    hops = {
+        (traffic, stage): _boundary(run, setting, stage, stage + ahead, cold)
+        for traffic, setting, ahead in (
+            (Traffic.FORWARD, wire.forward, 1),
+            (Traffic.BACKWARD, wire.backward, -1),
+        )
+        for stage in range(run.schedule.stages)
+        if run.schedule.remote(stage, stage + ahead)
+    }
+    gradients = [_gradients(run, wire, stage) for stage in range(run.schedule.stages)] if run.dp > 1 else []
+    return Step(
+        run.schedule,
+        run.work,
+        lambda send: hops[send.traffic, send.stage],
+        gradients,
+        _embedding(run, wire),
+        wire.fused,
+        run.machine,
+        lambda send: _port(run, send),
+    )
+
+
+def _apart(run: Run, stage: int, to: int) -> tuple[int, int]:
+    """The ranks of two stages, in the first replica where they lie on different sites, else in replica 0."""
+    a, b = run.schedule.rank_of[stage], run.schedule.rank_of[to]
+    ends = [(d * run.pp + a, d * run.pp + b) for d in range(run.dp)]
+    return next((e for e in ends if run.network.site(e[0]) != run.network.site(e[1])), ends[0])
+
+
+def _boundary(run: Run, setting: Setting | None, stage: int, to: int, cold: bool) -> Hop:
+    shape: Shape = (run.sequences, run.model.seq, run.model.hidden)
+    nbytes = sizes.message_bytes(setting, shape, cold)
+    link = run.network.link(*_apart(run, stage, to))
+    raw = sizes.FP32 * values(shape) if setting else 0
+    return Hop(nbytes, link.occupied(nbytes), link.latency, raw / run.encode, raw / run.decode)
+
+
+def _port(run: Run, send: Send) -> object:
+    if send.traffic is Traffic.FORWARD:
+        return run.network.port(*_apart(run, send.stage, send.stage + 1))
+    if send.traffic is Traffic.BACKWARD:
+        return run.network.port(*_apart(run, send.stage, send.stage - 1))
+    here = run.schedule.rank_of[send.stage]
+    return run.network.port(here, here + run.pp)  # the same stage in the next replica
+
+
+def _gradients(run: Run, wire: Wire, stage: int) -> list[Hop]:
+    """A stage's units; the tied embedding's sum over replicas comes last where it is not fused."""
+    members = [d * run.pp + run.schedule.rank_of[stage] for d in range(run.dp)]
+    hops = [
+        _collective(run, wire.gradient, unit, members)
+        for unit in units(run.model.stage(stage, run.schedule.stages))
+    ]
+    if run.model.embedding_values() and stage in _ends(run) and not (wire.fused and _tied_apart(run)):
+        hops.append(_collective(run, wire.embedding, [(run.model.vocab, run.model.hidden)], members))
+    return hops
+
+
+def _ends(run: Run) -> tuple[int, ...]:
+    """The stages that hold the embedding and reduce it: both ends, or one where they share a rank."""
+    return (0, run.schedule.stages - 1) if _tied_apart(run) else (0,)
+
+
+def _tied_apart(run: Run) -> bool:
+    return run.schedule.rank_of[0] != run.schedule.rank_of[-1]
+
+
+def _embedding(run: Run, wire: Wire) -> Hop | None:
+    """Between first and last stage: over all 2D ranks at once, or over the two after each has its sum."""
+    if not run.model.embedding_values() or not _tied_apart(run):
+        return None
+    replicas = range(run.dp) if wire.fused else range(1)
+    ends = (run.schedule.rank_of[0], run.schedule.rank_of[-1])
+    members = [d * run.pp + rank for d in replicas for rank in ends]
+    return _collective(run, wire.embedding, [(run.model.vocab, run.model.hidden)], members)
+
+
+def _collective(run: Run, setting: Setting | None, shapes: list[Shape], members: list[int]) -> Hop:
+    sites = [run.network.site(rank) for rank in members]
+    most = max(sites.count(site) for site in sites)
+    inside, across = sizes.reduction(setting, shapes, len(members), most)
+    raw = sizes.FP32 * sum(map(values, shapes)) if setting and setting.name != "dense" else 0
+    slow: Link = run.network.slowest(members)
+    seconds = inside.seconds(run.network.inside) + across.seconds(slow)
+    total: Cost = inside + across
+    return Hop(total.nbytes, seconds, 0.0, raw / run.encode, raw / run.decode)
+
+
+class BreakEven(NamedTuple):
+    """Where one wire is faster than another: always, never, or below or above a rate (bit/s) of the sweep."""
+
+    side: str
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        return self.side if self.rate is None else f"{self.side} {show_rate(float(f'{self.rate:.2g}'))}"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Step seconds of one wire over the rates, and where it is faster than the plain wires."""
+
+    wire: str
+    seconds: tuple[float, ...]
+    faster_than: dict[str, BreakEven]
+
+
+def sweep(run: Run, wires: Sequence[Wire], rates: Sequence[float]) -> list[Curve]:
+    """Step time against rate, and the break-even with fp32 and bf16."""
+    seconds = {w.name: tuple(predict(run.at(r), w).makespan for r in rates) for w in wires}
+    plain = [w for w in wires if w.name in ("off", "bf16")]
+    curves = []
+    for wire in wires:
+        against = {}
+        for base in (w for w in plain if w.name != wire.name):
+            faster = [a < b for a, b in zip(seconds[wire.name], seconds[base.name])]
+            against[base.name] = _break_even(run, wire, base, rates, faster)
+        curves.append(Curve(wire.name, seconds[wire.name], against))
+    return curves
+
+
+def _break_even(run: Run, wire: Wire, base: Wire, rates: Sequence[float], faster: list[bool]) -> BreakEven:
+    """The last change of the faster one in the sweep, bisected to a hundredth."""
+    change = next((i for i in reversed(range(len(rates) - 1)) if faster[i] != faster[i + 1]), None)
+    if change is None:
+        return BreakEven("always" if faster[0] else "never")
+    low, high = rates[change], rates[change + 1]
+    while high / low > 1.01:
+        middle = (low * high) ** 0.5
+        there = run.at(middle)
+        if (predict(there, wire).makespan < predict(there, base).makespan) == faster[change]:
+            low = middle
+        else:
+            high = middle
+    return BreakEven("below" if faster[change] else "above", (low * high) ** 0.5)

@@ -1,0 +1,57 @@
+"""Wire settings by name, as data: what `[wire]` in a run.toml would say.
+
+A name under `codec` or `collective` is a constructor, the other keys its arguments; `memory` is a constructor
+too. `select` says which messages: all, Optimus-CC's epilogue, or those without slack (the simulator's set).
+`embedding` is the tied one: one exchange over both its stages (fused), or one on each and one between them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    # fp32, as torch sends it
+    "off": {},
+    "bf16": {
+        "forward": {"codec": "cast", "to": "bf16"},
+        "backward": {"codec": "cast", "to": "bf16"},
+        "gradient": {"collective": "two_hop", "codec": {"codec": "cast", "to": "bf16"}},
+        "embedding": {"collective": "two_hop", "codec": {"codec": "cast", "to": "bf16"}},
+    },
+    # eight bits everywhere: no state that has to recur, no tuning
+    "safe": {
+        "forward": {"codec": "quantize", "bits": 8},
+        "backward": {"codec": "quantize", "bits": 8},
+        "gradient": {"collective": "quantized", "bits": 8, "memory": "error_feedback"},
+        "embedding": {"collective": "quantized", "bits": 8, "sync": "fused"},
+    },
+    # AQ-SGD (arXiv 2206.01299), GPT-2's setting: forward 4 bits against the last visit, backward 8 bits
+    "paper-aqsgd": {
+        "forward": {"codec": "quantize", "bits": 4, "memory": "delta"},
+        "backward": {"codec": "quantize", "bits": 8},
+        "gradient": {"collective": "quantized", "bits": 4, "memory": "error_feedback"},
+        "embedding": {"collective": "quantized", "bits": 4, "memory": "error_feedback"},
+    },
+    # Ok-Topk (arXiv 2201.07598), BERT's density; the pipeline is not its subject
+    "paper-oktopk": {
+        "gradient": {"collective": "ok_topk", "density": 0.01, "memory": "error_feedback"},
+        "embedding": {"collective": "ok_topk", "density": 0.01, "memory": "error_feedback"},
+    },
+    # Optimus-CC (arXiv 2301.09830): low rank backward in the epilogue, low rank gradients on exposed stages
+    "paper-optimus": {
+        "backward": {"codec": "low_rank", "rank": 16, "memory": "error_feedback", "select": "epilogue"},
+        "gradient": {"collective": "low_rank", "rank": 128, "memory": "error_feedback", "select": "slack"},
+        "embedding": {"sync": "fused"},
+    },
+    # as thin as training stands, by our own measurements: three bits each way, 1 % of the gradient
+    "max": {
+        "forward": {
+            "codec": "quantize",
+            "bits": 3,
+            "memory": {"memory": "delta", "cold": {"codec": "quantize", "bits": 8}},
+        },
+        "backward": {"codec": "quantize", "bits": 3},
+        "gradient": {"collective": "ok_topk", "density": 0.01, "memory": "error_feedback"},
+        "embedding": {"collective": "ok_topk", "density": 0.01, "memory": "error_feedback", "sync": "fused"},
+    },
+}

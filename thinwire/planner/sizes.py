@@ -1,0 +1,107 @@
+"""Bytes on the wire, asked of the codecs themselves: the planner keeps no size formula of its own.
+
+A message is a 16-byte header and the codec's bytes; wire off, it is the bare fp32 tensor.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Protocol
+
+from thinwire.planner import network
+from thinwire.planner.model import Shape, values
+from thinwire.planner.network import Cost
+from thinwire.planner.settings import Setting, plain_name
+
+HEADER = 16
+FP32 = 4
+
+
+class Codec(Protocol):
+    def nbytes(self, shape: Shape, dtype: Any) -> int: ...
+
+    def nbytes_onto(self, shape: Shape, dtype: Any, gate: bool = False) -> int: ...
+
+
+def build(table: Mapping[str, Any]) -> Codec:
+    """The codec that a table names: {"codec": "quantize", "bits": 4} is Quantize(bits=4)."""
+    codec: Codec = importlib.import_module("thinwire.codecs").make(**table)
+    return codec
+
+
+def coded(codec: Codec, shape: Shape) -> int:
+    return codec.nbytes(shape, _fp32())
+
+
+@cache
+def _fp32() -> Any:
+    return importlib.import_module("torch").float32
+
+
+def message_bytes(setting: Setting | None, shape: Shape, cold: bool = False) -> int:
+    """A pipeline message of this shape; `cold`: on the first visit of its samples."""
+    if setting is None:
+        return FP32 * values(shape)
+    if cold and setting.delta:
+        return HEADER + (coded(build(setting.cold), shape) if setting.cold else FP32 * values(shape))
+    codec = build({"codec": setting.name, **setting.args})
+    return HEADER + (
+        codec.nbytes_onto(shape, _fp32(), setting.gate) if setting.delta else coded(codec, shape)
+    )
+
+
+def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: int = 1) -> tuple[Cost, Cost]:
+    """(inside a site, across sites): one unit of gradients, parameters flattened together, over `ranks`.
+
+    `inside` of them share a site; only the hierarchical collective makes use of it.
+    """
+    n = sum(map(values, shapes))
+    if setting is None or setting.name == "dense":
+        return Cost(), network.dense_ring(FP32 * n, ranks)
+    if setting.name == "hierarchical":
+        rest = dict(setting.args["across"])
+        across = Setting(plain_name(rest.pop("collective")), rest)
+        share: list[Shape] = [(-(-n // inside),)]
+        return network.dense_ring(FP32 * n, inside), reduction(across, share, ranks // inside)[1]
+    if setting.name == "lowrank":
+        return Cost(), _low_rank(setting.args["rank"], shapes, ranks)
+    if "density" in setting.args:
+        return Cost(), _sparse(setting, n, ranks)
+    table = (
+        {"codec": "quantize", "bits": setting.args["bits"]}
+        if "bits" in setting.args
+        else setting.args["codec"]
+    )
+    form = network.gather if setting.name == "gather" else network.two_hop
+    return Cost(), form(HEADER + coded(build(table), (n,)), ranks)
+
+
+def _sparse(setting: Setting, n: int, ranks: int) -> Cost:
+    """By the entry: the coded top-k message over its k entries. Ok-Topk's owners are taken as balanced."""
+    density = setting.args["density"]
+    k = max(1, round(density * n))
+    entry = coded(build({"codec": "topk", "density": density}), (n,)) / k
+    match setting.name:
+        case "oktopk":
+            return network.ok_topk(k, ranks, entry, balanced=True)
+        case "topkdsa":
+            return network.topk_dsa(n, k, ranks, entry, FP32)
+        case "gtopk":
+            return network.gtopk(k, ranks, entry)
+        case _:
+            return network.topk_allgather(k, ranks, entry)
+
+
+def _low_rank(rank: int, shapes: list[Shape], ranks: int) -> Cost:
+    """Matrices as two factors, each reduced by a ring; vectors, and matrices too small to gain, whole."""
+    left = right = whole = 0
+    for shape in shapes:
+        rows, columns = values(shape[:-1]), shape[-1]
+        r = min(rank, rows, columns)
+        if len(shape) < 2 or r * (rows + columns) >= rows * columns:
+            whole += values(shape)
+        else:
+            left, right = left + r * rows, right + r * columns
+    return network.low_rank(FP32 * left, FP32 * right, ranks) + network.dense_ring(FP32 * whole, ranks)

@@ -8,9 +8,12 @@ so that different seeds give unrelated streams rather than shifted copies of one
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from thinwire.kernels.dispatch import load
 
 MASK32 = 0xFFFFFFFF
 GOLDEN = 0x9E3779B1
@@ -49,10 +52,16 @@ def hash32(index: Tensor, seed: int) -> Tensor:
     return h ^ (h >> 15)
 
 
-def uniform(n: int, seed: int, device: torch.device | str = "cpu", offset: int = 0) -> Tensor:
+def uniform(n: int, seed: int, device: torch.device | str = "cpu") -> Tensor:
     """float32[n] in [0, 1) on the grid of 2⁻²⁴."""
-    index = torch.arange(offset, offset + n, device=device)
-    return (hash32(index, seed) >> 8).to(torch.float32) * 2.0**-24
+    return (hash32(torch.arange(n, device=device), seed) >> 8).to(torch.float32) * 2.0**-24
+
+
+def uniform_rows(n: int, seeds: Sequence[int] | Tensor, like: Tensor, impl: str | None = None) -> Tensor:
+    """float32[len(seeds), n]: row r is uniform(n, seeds[r]), on the device of `like`."""
+    if impl == "reference" or (impl is None and like.device.type != "cpu"):
+        return torch.stack([uniform(n, int(seed), like.device) for seed in seeds])
+    return load("cpu", "random").uniform_rows(n, seeds)
 
 
 def bijection_keys(n: int, seed: int) -> tuple[int, int, list[int], list[int]]:
@@ -77,3 +86,10 @@ def sample(n: int, k: int, seed: int, device: torch.device | str = "cpu") -> Ten
         out[walking] = x
         walking = out >= n
     return out
+
+
+def sample_rows(n: int, k: int, seeds: Sequence[int] | Tensor, like: Tensor, impl: str | None = None) -> Tensor:
+    """int64[len(seeds), k]: row r is sample(n, k, seeds[r]), on the device of `like`."""
+    if impl == "reference" or (impl is None and like.device.type != "cpu"):
+        return torch.stack([sample(n, k, int(seed), like.device) for seed in seeds])
+    return load("cpu", "random").sample_rows(n, k, seeds)

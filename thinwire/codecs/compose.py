@@ -1,0 +1,87 @@
+"""Codecs made of codecs: after a random rotation, and a biased one repaired by an unbiased one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec
+from thinwire.errors import UsageError
+from thinwire.kernels import hadamard
+from thinwire.kernels.random import derive
+
+
+@dataclass(frozen=True)
+class Rotated(Codec):
+    """inner(R·x), R a random Hadamard rotation of blocks: outliers are spread before they are quantised.
+
+    R is an isometry of exactly n values, so ω and δ are those of the inner codec.
+    """
+
+    inner: Codec
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Codec):
+            raise UsageError(f"Rotated wants a codec, not {self.inner!r}")
+        if not isinstance(self.block, int) or self.block < 8 or self.block & (self.block - 1):
+            raise UsageError(f"block must be a power of two, at least 8, not {self.block!r}")
+
+    def _encode(self, x: Tensor, seed: int) -> Tensor:
+        return self.inner.encode(hadamard.rotate(x.view(-1), self.block, derive("rotate", seed)), seed)
+
+    def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+        rotated = self.inner.decode(wire, (math.prod(shape),), _rotated_dtype(dtype), seed)
+        limit = torch.finfo(dtype).max
+        return hadamard.rotate(rotated, self.block, derive("rotate", seed), inverse=True).clamp(-limit, limit)
+
+    def _nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return self.inner.nbytes((math.prod(shape),), _rotated_dtype(dtype))
+
+    def omega(self, numel: int) -> float | None:
+        return self.inner.omega(numel)
+
+    def delta(self, numel: int) -> float | None:
+        return self.inner.delta(numel)
+
+
+@dataclass(frozen=True)
+class Induced(Codec):
+    """C(x) + Q(x − C(x)), both in one message: unbiased, ω = ω_Q·(1 − δ_C)."""
+
+    biased: Codec
+    unbiased: Codec
+
+    def __post_init__(self) -> None:
+        for part in (self.biased, self.unbiased):
+            if not isinstance(part, Codec):
+                raise UsageError(f"Induced wants two codecs, not {part!r}")
+
+    def _encode(self, x: Tensor, seed: int) -> Tensor:
+        first = self.biased.encode(x, derive("biased", seed))
+        rest = x - self.biased.decode(first, x.shape, x.dtype, derive("biased", seed))
+        return torch.cat((first, self.unbiased.encode(rest, derive("unbiased", seed))))
+
+    def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+        cut = self.biased.nbytes(shape, dtype)
+        first = self.biased.decode(wire[:cut], shape, dtype, derive("biased", seed))
+        return first + self.unbiased.decode(wire[cut:], shape, dtype, derive("unbiased", seed))
+
+    def _nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return self.biased.nbytes(shape, dtype) + self.unbiased.nbytes(shape, dtype)
+
+    def omega(self, numel: int) -> float | None:
+        omega, delta = self.unbiased.omega(numel), self.biased.delta(numel)
+        return None if omega is None or delta is None else omega * (1 - delta)
+
+    def rows(self, x: Tensor, seeds: Sequence[int] | Tensor) -> Tensor:
+        first = self.biased.rows(x, [derive("biased", int(s)) for s in seeds])
+        return first + self.unbiased.rows(x - first, [derive("unbiased", int(s)) for s in seeds])
+
+
+def _rotated_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

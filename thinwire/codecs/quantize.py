@@ -1,0 +1,130 @@
+"""Block-scaled codecs with fused kernels: 2–8 bits, and one bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec, work_dtype
+from thinwire.errors import UsageError
+from thinwire.kernels import delta as delta_kernel
+from thinwire.kernels import quantize as kernel
+from thinwire.kernels import sign as sign_kernel
+
+SCALE_SLACK = 1 + 2.0**-6  # a scale is rounded up to 7 significant bits
+
+
+def check_block(block: int) -> None:
+    if not isinstance(block, int) or block < 8 or block % 8:
+        raise UsageError(f"block must be a multiple of 8, at least 8, not {block!r}")
+
+
+@dataclass(frozen=True)
+class Quantize(Codec):
+    """`bits` 2–8 with a 16-bit scale per `block`; see kernels/quantize.py for the grid and the layout.
+
+    rounding: "nearest" (contractive) or "stochastic" (unbiased). scale: "absmax", or "mse" for least squared error.
+    """
+
+    bits: int
+    block: int = 128
+    rounding: str = "nearest"
+    scale: str = "absmax"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
+            raise UsageError(f"bits must be 2, 3, … 8, not {self.bits!r}")
+        check_block(self.block)
+        if self.rounding not in ("nearest", "stochastic"):
+            raise UsageError(f"rounding must be nearest or stochastic, not {self.rounding!r}")
+        if self.scale not in ("absmax", "mse"):
+            raise UsageError(f"scale must be absmax or mse, not {self.scale!r}")
+        if self.scale == "mse" and self.rounding == "stochastic":
+            raise UsageError("scale mse clips, so stochastic rounding would not be unbiased: use nearest with it")
+
+    def encode_flagged(self, x: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+        wire = self._encode(_flat(x), seed)
+        return wire, self._finite(wire, x)
+
+    def encode_onto_flagged(
+        self, x: Tensor, h: Tensor, seed: int = 0, gate: bool = False, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        target = h if out is None else out
+        place = target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
+        wire = delta_kernel.encode_delta(
+            _flat(x), _flat(h), place, self.bits, self.block, gate=gate, seed=seed, **self._modes()
+        )
+        if not target.is_contiguous():
+            target.copy_(place.view(target.shape))
+        return wire, self._finite(wire, x)
+
+    def decode_onto(
+        self, wire: Tensor, h: Tensor, dtype: torch.dtype | None = None, seed: int = 0, gate: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        dtype, target = dtype or h.dtype, h if out is None else out
+        self._check_onto(wire, h, dtype, gate)
+        place = target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
+        y = delta_kernel.decode_delta(wire, _flat(h), place, self.bits, self.block, dtype, gate=gate)
+        if not target.is_contiguous():
+            target.copy_(place.view(target.shape))
+        return y.view(h.shape)
+
+    def _encode(self, x: Tensor, seed: int) -> Tensor:
+        return kernel.quantize(_flat(x), self.bits, self.block, seed=seed, **self._modes())
+
+    def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+        return kernel.dequantize(wire, math.prod(shape), self.bits, self.block, dtype)
+
+    def _nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return kernel.quantized_bytes(math.prod(shape), self.bits, self.block, dtype)
+
+    def _modes(self) -> dict[str, bool]:
+        return {"stochastic": self.rounding == "stochastic", "mse": self.scale == "mse"}
+
+    def _finite(self, wire: Tensor, x: Tensor) -> Tensor:
+        blocks = -(-x.numel() // self.block)
+        return kernel.is_finite(wire, x.numel(), self.bits, blocks, work_dtype(x.dtype))
+
+    def omega(self, numel: int) -> float | None:
+        """(√(1 + B/Q) − 1)/2 with Q = qmax²: reached by one extreme among equal small values."""
+        if self.rounding == "nearest":
+            return None
+        block, q = min(self.block, max(numel, 1)), (kernel.qmax(self.bits) / SCALE_SLACK) ** 2
+        return (math.sqrt(1 + block / q) - 1) / 2
+
+    def delta(self, numel: int) -> float | None:
+        """No value moves by more than itself or half a step, and the extreme is qmax steps long."""
+        if self.rounding == "stochastic":
+            return None
+        block, q = min(self.block, max(numel, 1)), (kernel.qmax(self.bits) / SCALE_SLACK) ** 2
+        return 1 - min(block / (block - 1 + 4 * q), 1 - 1e-6)
+
+
+@dataclass(frozen=True)
+class ScaledSign(Codec):
+    """One bit a value: (‖x‖₁/B)·sign(x) per block of B. δ = ‖x‖₁²/(B‖x‖²) ≥ 1/B."""
+
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        check_block(self.block)
+
+    def _encode(self, x: Tensor, seed: int) -> Tensor:
+        return sign_kernel.encode_sign(x.view(-1), self.block)
+
+    def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+        return sign_kernel.decode_sign(wire, math.prod(shape), self.block, dtype)
+
+    def _nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return sign_kernel.sign_bytes(math.prod(shape), self.block, dtype)
+
+    def delta(self, numel: int) -> float | None:
+        return (1 - 2.0**-12) / min(self.block, max(numel, 1))  # the mean itself is rounded to 7 bits
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.to(work_dtype(x.dtype)).contiguous().view(-1)

@@ -1,0 +1,162 @@
+"""One rule, and the numbers that make it each method of the literature.
+
+    b = φ⊙h                                  what both ends agree to subtract (gate φ per block, 1 unless stated)
+    u = s·x + η·e − b ;  d = C(u) ;  y = b + d
+    e ← β(e + s·x − b − d_own) ;  h ← h + α(y − h)
+
+e (residual) is private to the sender, h (shift, or mirror) is held at both ends; both are keyed. In a group
+y = h̄ + mean d_i and h̄ ← h̄ + α·mean d_i. A state whose update uses only the message can be mirrored; one that
+uses x is private. "Shifted Compression Framework" (UAI 2022) and methods named below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.codecs.base import Codec
+from thinwire.errors import UsageError
+from thinwire.kernels.random import derive
+
+STORES = ("native", "fp32", "bf16", "int8")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The numbers of the rule, and how the mirror is kept. Use a named constructor below."""
+
+    name: str
+    s: float = 1.0
+    eta: float = 0.0
+    beta: float | None = None  # None: no residual is kept
+    alpha: float | None = 0.0  # None: 1/(1 + ω) of the codec it meets
+    refresh: float = 0.0  # probability of h ← x, sent in full
+    fixed: Tensor | Mapping[str | int, Tensor] | None = None
+    cold_start: bool = False  # the first visit of a key is coded by `cold`, not as a difference from zero
+    cold: Codec | None = None  # None: full precision
+    gate: bool = False
+    store: str = "native"  # what the mirror is rounded to between visits
+    capacity: float | int | str = 1.0  # share of ids kept (float), or bytes (int, "2GB"): first come, first kept
+    path: str | None = None  # a file instead of RAM
+
+    @property
+    def mirrored(self) -> bool:
+        """Is there a shift h that changes?"""
+        return self.alpha is None or self.alpha > 0 or self.refresh > 0
+
+    def alpha_for(self, codec: Codec, numel: int) -> float:
+        """α, or DIANA's 1/(1 + ω)."""
+        if self.alpha is not None:
+            return self.alpha
+        omega = codec.omega(numel)
+        if omega is None:
+            raise UsageError(f"Diana() takes alpha from an unbiased codec; {codec} has no ω: give alpha")
+        return 1 / (1 + omega)
+
+    def check(self, codec: Codec, numel: int) -> None:
+        """α = 1 sends h to y; with an unbiased codec of ω ≥ 1 the shift runs away from x, so that is refused."""
+        omega = codec.omega(numel)
+        if self.alpha == 1 and omega is not None and omega >= 1:
+            raise UsageError(
+                f"{self.name} moves its shift all the way (alpha 1), which diverges with ω = {omega:.3g} ≥ 1 of {codec}: "
+                "use a contractive codec, more bits, or Diana"
+            )
+
+    def base_shift(self, key: str | int, like: Tensor) -> Tensor | None:
+        """The fixed shift of a key, if this memory has one."""
+        if self.fixed is None or isinstance(self.fixed, Tensor):
+            return self.fixed
+        if key not in self.fixed:
+            raise KeyError(f"{self.name} has no shift for key {key!r}")
+        return self.fixed[key].to(like)
+
+    def refreshes(self, seed: int) -> bool:
+        """The coin both ends throw: is h ← x on this send?"""
+        return self.refresh > 0 and derive("refresh", seed) < self.refresh * 2**63
+
+    # --- the rule itself; tensors may be one key's or a row per worker
+
+    def outgoing(self, x: Tensor, e: Tensor | None, b: Tensor | None) -> Tensor:
+        """u = s·x + η·e − b."""
+        u = x if self.s == 1 else self.s * x
+        if e is not None and self.eta:
+            u = u + (e if self.eta == 1 else self.eta * e)
+        return u if b is None else u - b
+
+    def residual(self, x: Tensor, e: Tensor | None, b: Tensor | None, own: Tensor) -> Tensor:
+        """e ← β(e + s·x − b − d_own)."""
+        left = (x if self.s == 1 else self.s * x) - own
+        left = left if e is None else e + left
+        left = left if b is None else left - b
+        return left if self.beta == 1 else (self.beta or 0.0) * left
+
+    def shifted(self, h: Tensor, step: Tensor, alpha: float) -> Tensor:
+        """h ← h + α·d (without a gate y − h is d)."""
+        return h + (step if alpha == 1 else alpha * step)
+
+
+def Plain() -> Memory:
+    """No memory: y = C(x). DCGD; a direct quantiser."""
+    return Memory("Plain")
+
+
+def FixedShift(h: Tensor | Mapping[str | int, Tensor]) -> Memory:
+    """A constant h known to both ends: a tensor, or one per key."""
+    return Memory("FixedShift", fixed=h)
+
+
+def StarShift(h: Tensor | Mapping[str | int, Tensor]) -> Memory:
+    """h = ∇f_i(x*): exact convergence with any codec, in theory only; with Induced(C, Q) the paper's DCGD-STAR."""
+    return Memory("StarShift", fixed=h)
+
+
+def Diana(alpha: float | None = None) -> Memory:
+    """h ← h + α·d, α = 1/(1 + ω) unless given (DIANA)."""
+    return Memory("Diana", alpha=_unit("alpha", alpha))
+
+
+def RandDiana(p: float) -> Memory:
+    """h ← x with probability p, on a coin both ends know; x then travels in full (Rand-DIANA)."""
+    return Memory("RandDiana", refresh=_unit("p", p) or 0.0)
+
+
+def EF21() -> Memory:
+    """h ← h + C(x − h), for contractive C (EF21)."""
+    return Memory("EF21", alpha=1.0)
+
+
+def ErrorFeedback(decay: float = 1.0) -> Memory:
+    """What a message left out is added to the next: EF14; keyed by boundary, Optimus-CC's lazy error propagation."""
+    return Memory("ErrorFeedback", eta=1.0, beta=_unit("decay", decay))
+
+
+def EControl(eta: float) -> Memory:
+    """Both slots: EF21's shift, and a residual fed back with weight η (EControl)."""
+    if not 0 < eta < 1:
+        raise UsageError(f"eta must lie in (0, 1), not {eta!r}")
+    return Memory("EControl", eta=eta, beta=1.0, alpha=1.0)
+
+
+def Delta(
+    store: str = "bf16", cold: Codec | None = None, capacity: float | int | str = 1.0, path: str | None = None,
+    gate: bool = True,
+) -> Memory:  # fmt: skip
+    """AQ-SGD: send the change of a sample's activation against what both ends remember of it.
+
+    The first visit is sent through `cold` (None: full precision). `store` is the mirror's dtype between visits
+    (fp32, bf16, int8), `path` a file instead of RAM, `capacity` the share of sample ids kept, by hash of the id
+    (nothing is evicted, so both ends agree without talking), or a size such as "2GB" (the first ids that fit).
+    """
+    if store not in STORES:
+        raise UsageError(f"store must be one of {', '.join(STORES)}, not {store!r}")
+    return Memory(
+        "Delta", alpha=1.0, cold_start=True, cold=cold, gate=gate, store=store, capacity=capacity, path=path
+    )
+
+
+def _unit(name: str, value: float | None) -> float | None:
+    if value is not None and not 0 < value <= 1:
+        raise UsageError(f"{name} must lie in (0, 1], not {value!r}")
+    return value

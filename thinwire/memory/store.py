@@ -1,0 +1,202 @@
+"""Keyed state between visits: in RAM, or in a bounded file read and written by position (pread/pwrite).
+
+A value is rounded to the store's dtype once, when it is put (`pack`); sender and receiver run the same code, so
+their copies are bitwise equal. A memory-mapped file would show up as resident memory; positional reads do not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import from_raw, raw_bytes
+from thinwire.codecs.quantize import Quantize
+from thinwire.errors import UsageError
+from thinwire.kernels.random import derive
+
+Key = str | int
+EIGHT_BIT = Quantize(8, block=64)
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass
+class Entry:
+    """A packed value: its bytes as a tensor, and the shape they stand for."""
+
+    data: Tensor
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+
+class RamStore:
+    """Entries in a dictionary. `dtype`: native (float32, or float64 as given), fp32, bf16 or int8 (blocks of 64)."""
+
+    def __init__(self, dtype: str = "native", capacity: float | int | str = 1.0) -> None:
+        self.dtype = dtype
+        self.share, self.limit = parse_capacity(capacity)
+        self.used = 0
+        self.entries: dict[Key, Entry] = {}
+
+    def pack(self, value: Tensor) -> Entry:
+        """Round to the storage dtype."""
+        shape = tuple(value.shape)
+        if self.dtype == "int8":
+            return Entry(EIGHT_BIT.encode(value.float()), shape)
+        return Entry(value.to(self.mirror_dtype(value.dtype)), shape)
+
+    def unpack(self, entry: Entry) -> Tensor:
+        if self.dtype == "int8":
+            return EIGHT_BIT.decode(entry.data, entry.shape, torch.float32)
+        return entry.data
+
+    def mirror_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a value of `dtype` is worked on: what `unpack` gives."""
+        if self.dtype == "native":
+            return torch.promote_types(dtype, torch.float32)
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
+
+    def admits(self, key: Key, size: int) -> bool:
+        """Is this key kept? By the hash of the id, or while there is room; a key once kept stays kept."""
+        if key in self:
+            return True
+        if self.limit is not None:
+            return self.used + size <= self.limit
+        return self.share >= 1 or derive("pin", key) < self.share * 2**63
+
+    def get(self, key: Key) -> Entry | None:
+        return self.entries.get(key)
+
+    def put(self, key: Key, entry: Entry) -> bool:
+        """Keep it, if the key is admitted."""
+        self.forget_if_reshaped(key, entry)
+        if not self.admits(key, entry.nbytes):
+            return False
+        if key not in self.entries:
+            self.used += entry.nbytes
+        self.entries[key] = entry
+        return True
+
+    def forget_if_reshaped(self, key: Key, entry: Entry) -> None:
+        if key in self and self.size_of(key) != entry.nbytes:
+            self.forget(key)
+
+    def size_of(self, key: Key) -> int:
+        return self.entries[key].nbytes
+
+    def forget(self, key: Key) -> None:
+        if key in self.entries:
+            self.used -= self.entries.pop(key).nbytes
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.entries
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.entries)
+
+    def close(self) -> None:
+        self.entries.clear()
+        self.used = 0
+
+
+@dataclass
+class _Slot:
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class FileStore(RamStore):
+    """The same, in one file: an index in RAM, values by pread and pwrite. The file is this store's alone."""
+
+    def __init__(self, path: str | Path, dtype: str = "bf16", capacity: float | int | str = 1.0) -> None:
+        super().__init__(dtype, capacity)
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        except OSError as error:
+            raise UsageError(f"cannot open the store {self.path}: {error.strerror}") from None
+        self.slots: dict[Key, _Slot] = {}
+        self.free: dict[int, list[int]] = {}
+        self.end = 0
+
+    def get(self, key: Key) -> Entry | None:
+        slot = self.slots.get(key)
+        if slot is None:
+            return None
+        data = torch.empty(slot.nbytes, dtype=torch.uint8)
+        view, done = memoryview(data.numpy()), 0
+        while done < slot.nbytes:
+            read = os.preadv(self.file, [view[done:]], slot.offset + done)
+            if read == 0:
+                raise OSError(f"the store {self.path} ends at {slot.offset + done}: it was cut while in use")
+            done += read
+        return Entry(from_raw(data, slot.dtype), slot.shape)
+
+    def put(self, key: Key, entry: Entry) -> bool:
+        self.forget_if_reshaped(key, entry)
+        if not self.admits(key, entry.nbytes):
+            return False
+        slot = self.slots.get(key)
+        offset = self._place(entry.nbytes) if slot is None else slot.offset
+        view, done = memoryview(raw_bytes(entry.data.cpu()).numpy()), 0
+        while done < entry.nbytes:
+            done += os.pwrite(self.file, view[done:], offset + done)
+        if slot is None:
+            self.used += entry.nbytes
+        self.slots[key] = _Slot(offset, entry.nbytes, entry.shape, entry.data.dtype)
+        return True
+
+    def _place(self, size: int) -> int:
+        """Room for a new value: a hole of the same size, or the end of the file."""
+        if self.free.get(size):
+            return self.free[size].pop()
+        self.end += size
+        return self.end - size
+
+    def size_of(self, key: Key) -> int:
+        return self.slots[key].nbytes
+
+    def forget(self, key: Key) -> None:
+        slot = self.slots.pop(key, None)
+        if slot is not None:
+            self.used -= slot.nbytes
+            self.free.setdefault(slot.nbytes, []).append(slot.offset)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.slots
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.slots)
+
+    def close(self) -> None:
+        """Forget everything and remove the file."""
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
+            self.path.unlink(missing_ok=True)
+        self.slots.clear()
+
+
+def parse_capacity(capacity: float | int | str) -> tuple[float, int | None]:
+    """(share of ids, None) or (1, bytes). 0.5 is a share; 2_000_000_000 and "2GB" are sizes."""
+    if isinstance(capacity, float):
+        if not 0 < capacity <= 1:
+            raise UsageError(f"capacity as a share must lie in (0, 1], not {capacity!r}")
+        return capacity, None
+    if isinstance(capacity, int) and not isinstance(capacity, bool) and capacity > 0:
+        return 1.0, capacity
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(capacity))
+    if not match or match[2].upper() not in UNITS or not isinstance(capacity, str):
+        raise UsageError(f'capacity must be a share such as 0.5, or a size such as "2GB", not {capacity!r}')
+    return 1.0, int(float(match[1]) * UNITS[match[2].upper()])

@@ -1,0 +1,162 @@
+"""The process that owns a network: it makes it, forks the ranks in it, and takes it along when it ends.
+
+    launcher ── guard ── keeper (process 1 of its own process namespace) ── ranks, delay
+
+The guard does nothing but wait for either to end: if the launcher goes, however it goes, the guard goes; the
+keeper's parent-death signal kills it then, and with process 1 the kernel kills everything in the namespace.
+The network namespaces, held only by descriptors of these processes, are gone with them.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import selectors
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from thinwire.errors import UsageError
+from thinwire.lab import namespaces
+from thinwire.lab.netlink import Traffic
+from thinwire.lab.program import Program, seats
+from thinwire.lab.ranks import Event, Ranks
+from thinwire.lab.topology import Topology
+from thinwire.lab.wiring import Wiring, netem_exists
+
+TICK = 0.02  # how often ended ranks are noticed
+HOSTS_FILE = "/etc/hosts"
+
+
+def guard(control: int, launcher: int) -> None:
+    """The guard's whole life. `control` is the connection to the launcher, `launcher` its pidfd."""
+    os.set_inheritable(control, False)
+    connection: Connection[Any, Any] = Connection(control)
+    try:
+        namespaces.become_own_root()
+        namespaces.unshare(namespaces.NEW_PIDS)
+    except OSError as error:
+        connection.send(("unavailable", "a user namespace", error.errno, str(error)))
+        return
+    armed, ready = os.pipe()
+    keeper = os.fork()
+    if keeper == 0:
+        namespaces.die_with_parent()
+        os.write(ready, b"1")
+        Keeper(connection).serve()
+        return
+    connection.close()
+    os.close(ready)
+    os.read(armed, 1)  # not before the keeper is sure to follow may the guard go
+    select.select([launcher, os.pidfd_open(keeper)], [], [])
+    os._exit(0)
+
+
+class Keeper:
+    """Answers the launcher's requests, one method each, and reports what the ranks do."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+        self._selector = selectors.DefaultSelector()
+        self._ranks = Ranks(self._selector, self._report)
+        self._wiring: Wiring | None = None
+        self._delays: int | None = None
+
+    def serve(self) -> None:
+        """Until the launcher hangs up."""
+        self._selector.register(self._connection, selectors.EVENT_READ, self._answer)
+        try:
+            while True:
+                for key, _ in self._selector.select(TICK if self._ranks.running else 1.0):
+                    key.data()
+                self._reap()
+                self._ranks.tick()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            os._exit(0)
+
+    def _report(self, event: Event) -> None:
+        self._connection.send(event)
+
+    def _answer(self) -> None:
+        name, arguments = self._connection.recv()
+        request: Callable[..., Any] = getattr(self, f"do_{name}")
+        try:
+            answer: Event = ("reply", request(*arguments))
+        except OSError as error:
+            answer = ("unavailable", name, error.errno, str(error))
+        except UsageError as error:
+            answer = ("refused", str(error))
+        self._connection.send(answer)
+
+    def _reap(self) -> None:
+        """Collect ended children; as process 1 we also get those whose parents left them."""
+        while True:
+            try:
+                process, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if process == 0:
+                return
+            if process == self._delays:
+                self._report(("broken", "the process that delays packets has ended"))
+            self._ranks.reaped(process, status)
+
+    @property
+    def _network(self) -> Wiring:
+        assert self._wiring is not None, "a request before the network was built"
+        return self._wiring
+
+    def do_build(self, topology: Topology, patience: float) -> dict[str, Any]:
+        """Make the network; says how, and what could not be done."""
+        namespaces.private_mounts()
+        namespaces.show_processes()
+        late = topology.delayed
+        netem = late and netem_exists()
+        self._wiring = Wiring(topology, netem, patience)
+        self._delays = self._wiring.start_delays()
+        notes = list(self._wiring.notes)
+        try:
+            namespaces.replace_file(HOSTS_FILE, _hosts_file(topology))
+        except OSError as error:
+            notes.append(f"hosts are known by address only: {error}")
+        return {"delay": ("netem" if netem else "user space") if late else "none", "notes": notes}
+
+    def do_netem(self) -> bool:
+        return netem_exists()
+
+    def do_preload(self, modules: list[str], path: list[str]) -> None:
+        """Import what every rank will need, once, before forking."""
+        sys.path[:] = path
+        for module in modules:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise UsageError(f"cannot preload {module!r}: {error}") from None
+        gc.freeze()  # so that a collection in a rank does not copy what it shares with the others
+
+    def do_start(self, program: Program, per_host: int) -> None:
+        self._ranks.start(program, seats(self._network.topology, per_host), self._network.host_namespaces)
+
+    def do_signal(self, rank: int, number: int) -> None:
+        self._ranks.send_signal(rank, number)
+
+    def do_stop(self) -> None:
+        self._ranks.stop()
+
+    def do_counters(self) -> dict[str, Traffic]:
+        return self._network.counters()
+
+    def do_rate(self, link: str, up: float | None, down: float | None) -> None:
+        self._network.set_rate(link, up, down)
+
+    def do_connect(self, link: str, connected: bool) -> None:
+        self._network.set_connected(link, connected)
+
+
+def _hosts_file(topology: Topology) -> str:
+    """Names for addresses and back; torch looks them up in their IPv6 form too."""
+    lines = [f"{form}{host.address} {host.name}\n" for host in topology.hosts for form in ("", "::ffff:")]
+    return "127.0.0.1 localhost\n" + "".join(lines)

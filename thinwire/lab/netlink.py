@@ -1,0 +1,181 @@
+"""Network devices by rtnetlink, the kernel's own interface: what `ip` and `tc` would do, without them.
+
+A message is a header, a fixed struct and a list of attributes; the kernel answers each with an error number
+(0 is success). A `Netlink` speaks to the network namespace its process was in when it was made, whichever
+it enters later.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+NEW_LINK, GET_LINK, NEW_ADDRESS, NEW_QDISC, DELETE_QDISC = 16, 18, 20, 36, 37
+REQUEST, ACK, DUMP, EXCLUSIVE, CREATE, REPLACE = 0x1, 0x4, 0x300, 0x200, 0x400, 0x100
+_ERROR, _DONE = 2, 3
+_IFNAME, _MASTER, _LINKINFO, _STATS64, _NET_NS_FD, _GSO_MAX_SEGMENTS = 3, 10, 18, 23, 28, 40
+_INFO_KIND, _INFO_DATA, _VETH_PEER = 1, 2, 1
+_UP = 1
+_HEADER, _LINK, _ADDRESS = struct.Struct("IHHII"), struct.Struct("BxHiII"), struct.Struct("BBBBi")
+TIMEOUT = 10.0  # the kernel answers in microseconds; this only keeps a fault from becoming a hang
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What crossed one device or link, in bytes (headers included) and in packets.
+
+    A packet may be a bundle of up to 64 kB that TCP left for the device to cut; `dropped` counts lost packets.
+    """
+
+    sent: int
+    received: int
+    sent_packets: int
+    received_packets: int
+    dropped: int
+
+    def since(self, before: Traffic) -> Traffic:
+        """What crossed after `before` was read."""
+        return Traffic(*(now - then for now, then in zip(astuple(self), astuple(before))))
+
+    def from_other_end(self) -> Traffic:
+        """The same, as the device at the other end of the cable sees it."""
+        return Traffic(self.received, self.sent, self.received_packets, self.sent_packets, self.dropped)
+
+
+def attribute(kind: int, payload: bytes) -> bytes:
+    """One attribute: length, kind, payload, padded to four bytes."""
+    return struct.pack("HH", 4 + len(payload), kind) + payload + b"\0" * (-len(payload) % 4)
+
+
+class Netlink:
+    """A socket to the kernel's routing tables in one network namespace."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(
+            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE
+        )
+        self._socket.bind((0, 0))
+        self._socket.settimeout(TIMEOUT)
+        self._sequence = 0
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def add_bridge(self, name: str) -> None:
+        """A switch."""
+        info = attribute(_LINKINFO, attribute(_INFO_KIND, b"bridge"))
+        self._ask(NEW_LINK, CREATE | EXCLUSIVE, _link() + attribute(_IFNAME, _text(name)) + info)
+
+    def add_cable(self, name: str, peer: str, peer_namespace: int | None = None) -> None:
+        """A veth pair: what goes in at one end comes out at the other, maybe in another namespace."""
+        far = _link() + attribute(_IFNAME, _text(peer))
+        if peer_namespace is not None:
+            far += attribute(_NET_NS_FD, struct.pack("I", peer_namespace))
+        info = attribute(_INFO_KIND, b"veth") + attribute(_INFO_DATA, attribute(_VETH_PEER, far))
+        self._ask(
+            NEW_LINK,
+            CREATE | EXCLUSIVE,
+            _link() + attribute(_IFNAME, _text(name)) + attribute(_LINKINFO, info),
+        )
+
+    def attach(self, index: int, bridge: int) -> None:
+        """Plug a device into a switch."""
+        self._ask(NEW_LINK, 0, _link(index) + attribute(_MASTER, struct.pack("I", bridge)))
+
+    def one_packet_at_a_time(self, index: int) -> None:
+        """No segmentation offload: so that a lost packet is 1500 bytes and not a 64 kB bundle of them."""
+        self._ask(NEW_LINK, 0, _link(index) + attribute(_GSO_MAX_SEGMENTS, struct.pack("I", 1)))
+
+    def set_up(self, index: int, up: bool = True) -> None:
+        """Switch a device on or off."""
+        self._ask(NEW_LINK, 0, _link(index, flags=_UP if up else 0, change=_UP))
+
+    def add_address(self, index: int, address: str, prefix: int) -> None:
+        """Give a device an IPv4 address; the route to its network comes with it."""
+        packed = socket.inet_aton(address)
+        head = _ADDRESS.pack(socket.AF_INET, prefix, 0, 0, index)
+        self._ask(NEW_ADDRESS, CREATE | EXCLUSIVE, head + attribute(1, packed) + attribute(2, packed))
+
+    def set_qdisc(self, index: int, handle: int, parent: int, body: bytes) -> None:
+        """Put a queueing discipline (kind and options already packed) on a device, replacing one in place."""
+        self._ask(NEW_QDISC, CREATE | REPLACE, _queue(index, handle, parent) + body)
+
+    def delete_qdisc(self, index: int, parent: int) -> None:
+        """Back to the device's own queue; fine where there was none."""
+        try:
+            self._ask(DELETE_QDISC, 0, _queue(index, 0, parent))
+        except FileNotFoundError:
+            return
+
+    def counters(self) -> dict[str, Traffic]:
+        """Every device's counters by name: the figures of /sys/class/net/NAME/statistics, in one question."""
+        result = {}
+        for message in self._talk(GET_LINK, DUMP, _link()):
+            found = dict(_attributes(message[_LINK.size :]))
+            if _STATS64 in found and _IFNAME in found:
+                rx_packets, tx_packets, rx, tx, _, _, rx_drop, tx_drop = struct.unpack(
+                    "8Q", found[_STATS64][:64]
+                )
+                name = found[_IFNAME].rstrip(b"\0").decode()
+                result[name] = Traffic(tx, rx, tx_packets, rx_packets, rx_drop + tx_drop)
+        return result
+
+    def _ask(self, kind: int, flags: int, body: bytes) -> None:
+        for _ in self._talk(kind, flags | ACK, body):
+            pass
+
+    def _talk(self, kind: int, flags: int, body: bytes) -> list[bytes]:
+        """Send one message and collect the answers up to the acknowledgement or the end of the dump."""
+        self._sequence += 1
+        size = _HEADER.size + len(body)
+        self._socket.send(_HEADER.pack(size, kind, flags | REQUEST, self._sequence, 0) + body)
+        answers: list[bytes] = []
+        while True:
+            for answer_kind, sequence, payload in _messages(self._socket.recv(1 << 18)):
+                if sequence != self._sequence:
+                    continue
+                if answer_kind == _ERROR:
+                    number = -struct.unpack_from("i", payload)[0]
+                    if number:
+                        raise OSError(number, f"netlink request {kind}: {os.strerror(number)}")
+                    return answers
+                if answer_kind == _DONE:
+                    return answers
+                answers.append(payload)
+
+
+def index_of(name: str) -> int:
+    """A device's number in the namespace this process is in."""
+    return socket.if_nametoindex(name)
+
+
+def _text(name: str) -> bytes:
+    return name.encode() + b"\0"
+
+
+def _link(index: int = 0, flags: int = 0, change: int = 0) -> bytes:
+    return _LINK.pack(socket.AF_UNSPEC, 0, index, flags, change)
+
+
+def _queue(index: int, handle: int, parent: int) -> bytes:
+    return struct.pack("BxxxiIII", socket.AF_UNSPEC, index, handle, parent, 0)
+
+
+def _messages(data: bytes) -> Iterable[tuple[int, int, bytes]]:
+    """(kind, sequence, payload) of each message in what one read returned."""
+    at = 0
+    while at + _HEADER.size <= len(data):
+        size, kind, _, sequence, _ = _HEADER.unpack_from(data, at)
+        yield kind, sequence, data[at + _HEADER.size : at + size]
+        at += (size + 3) & ~3
+
+
+def _attributes(data: bytes) -> Iterable[tuple[int, bytes]]:
+    at = 0
+    while at + 4 <= len(data):
+        size, kind = struct.unpack_from("HH", data, at)
+        yield kind & 0x3FFF, data[at + 4 : at + size]
+        at += max((size + 3) & ~3, 4)

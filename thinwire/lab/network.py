@@ -1,0 +1,233 @@
+"""A slow network on this machine, as a Python object."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from thinwire.errors import UsageError
+from thinwire.lab.client import Client
+from thinwire.lab.errors import LabError
+from thinwire.lab.job import Job, Results
+from thinwire.lab.netlink import Traffic
+from thinwire.lab.program import (
+    Command,
+    Function,
+    Program,
+    PythonProgram,
+    describe_function,
+    python_words,
+    seats,
+)
+from thinwire.lab.ranks import Event
+from thinwire.lab.topology import SUBNET, Host, Link, Topology, flat, load, make_link
+from thinwire.lab.units import parse_time
+
+PRELOAD_SECONDS = 180.0
+
+
+class Network:
+    """Hosts with shaped links between them, for the length of a `with` block.
+
+        with Network(hosts=4, rate="100mbit") as net:
+            results = net.run(function, argument)     # on every host; one return value a rank
+            print(results[0], results.traffic["host0"].sent)
+
+    `rate` sets both directions, `up` and `down` each; `latency` is one way, host to host. `topology` is a
+    TOML file (or a `Topology`) instead of all these. `preload` names modules to import once, before ranks are
+    forked for a function. `patience` is how long TCP in the hosts retries before it reports a dead link.
+    """
+
+    def __init__(
+        self,
+        hosts: int = 2,
+        rate: str | float | None = None,
+        *,
+        up: str | float | None = None,
+        down: str | float | None = None,
+        latency: str | float = 0.0,
+        loss: str | float = 0.0,
+        topology: str | Path | Topology | None = None,
+        subnet: str = SUBNET,
+        preload: Sequence[str] = ("torch",),
+        patience: str | float = 10.0,
+    ) -> None:
+        if isinstance(topology, Topology):
+            self.topology = topology
+        elif topology is not None:
+            self.topology = load(topology, subnet)
+        else:
+            given = {"rate": rate, "up": up, "down": down}
+            table: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+            self.topology = flat(
+                hosts, make_link(table | {"latency": latency, "loss": loss}, "the links'"), subnet
+            )
+        self.preload = tuple(preload)
+        self._patience = parse_time(patience, "patience")
+        self._rates: dict[str, Link] = dict(self.topology.links)
+        self._client: Client | None = None
+        self._job: Job | None = None
+        self._warm = False
+        self._runs = 0
+        self.delay = "none"  # how latency is made: by netem, in user space
+        self.notes: list[str] = []  # what this machine does not allow, in words
+        self.setup_seconds = 0.0
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        return self.topology.hosts
+
+    def __enter__(self) -> Network:
+        began = time.monotonic()
+        self._client = Client(self._hear, _variables({}))
+        try:
+            made = self.ask("build", self.topology, self._patience)
+        except BaseException:
+            self.close()
+            raise
+        self.delay, self.notes = made["delay"], made["notes"]
+        self.setup_seconds = time.monotonic() - began
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process in the network, and the network."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def run(
+        self,
+        program: Callable[..., Any] | Sequence[str],
+        *arguments: Any,
+        per_host: int = 1,
+        timeout: float = 600.0,
+        env: Mapping[str, str] | None = None,
+        echo: bool = True,
+    ) -> Results:
+        """Run a command (a list of words) or a function on every host, and wait for it.
+
+        A function must be importable by its module and name; `arguments` are given to it. `echo` passes the
+        ranks' output on, each line with its host before it.
+        """
+        return self.start(program, *arguments, per_host=per_host, env=env, echo=echo).wait(timeout)
+
+    def start(
+        self,
+        program: Callable[..., Any] | Sequence[str],
+        *arguments: Any,
+        per_host: int = 1,
+        env: Mapping[str, str] | None = None,
+        echo: bool = True,
+        fork: bool = False,
+    ) -> Job:
+        """Like `run`, without waiting. `fork` runs a Python command in forks of the preloaded process."""
+        if self._job is not None and not self._job.done:
+            raise UsageError("a program is running on this network already")
+        if per_host < 1:
+            raise UsageError(f"per_host {per_host!r}: allowed is a whole number from 1")
+        places = seats(self.topology, per_host)
+        base = _variables(env or {})
+        variables = [base | seat.variables(self.topology, per_host, self._runs) for seat in places]
+        ready = self._program(program, arguments, variables, fork)
+        self._runs += 1
+        self._job = Job(self, places, echo)
+        self.ask("start", ready, per_host)
+        return self._job
+
+    def _program(
+        self,
+        program: Callable[..., Any] | Sequence[str],
+        arguments: tuple[Any, ...],
+        variables: list[dict[str, str]],
+        fork: bool,
+    ) -> Program:
+        folder = str(Path.cwd())
+        if callable(program):
+            call, main = describe_function(program, arguments)
+            self._preload()
+            return Function(call, main, variables, folder)
+        words = [str(word) for word in (*program, *arguments)]
+        if not words or shutil.which(words[0], path=variables[0].get("PATH")) is None:
+            raise UsageError(f"no such command: {words[0] if words else '(none)'}")
+        if fork:
+            words = python_words(words)
+            self._preload()
+            return PythonProgram(words, variables, folder)
+        return Command(words, variables, folder)
+
+    def _preload(self) -> None:
+        if not self._warm:
+            self.ask("preload", list(self.preload), sys.path, limit=PRELOAD_SECONDS)
+            self._warm = True
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Per link (hosts, and sites where there are several), what has crossed since it was made."""
+        return dict(self.ask("counters"))
+
+    def set_rate(
+        self,
+        link: str | int,
+        rate: str | float | None = None,
+        *,
+        up: str | float | None = None,
+        down: str | float | None = None,
+    ) -> None:
+        """Change the rate of a host's link or a site's uplink while it is in use; "unlimited" lifts it."""
+        name, old = self._link(link)
+        table = {
+            key: value for key, value in (("rate", rate), ("up", up), ("down", down)) if value is not None
+        }
+        if not table:
+            raise UsageError("set_rate needs a rate, up or down")
+        new = make_link(table, f"link {name}", old)
+        self.ask("rate", name, new.up, new.down)
+        self._rates[name] = new
+
+    def link_down(self, link: str | int) -> None:
+        """Pull a host's (or site's) cable."""
+        self.ask("connect", self._link(link)[0], False)
+
+    def link_up(self, link: str | int) -> None:
+        self.ask("connect", self._link(link)[0], True)
+
+    def _link(self, link: str | int) -> tuple[str, Link]:
+        names = list(self._rates)
+        if isinstance(link, int) and 0 <= link < len(self.hosts):
+            link = self.hosts[link].name
+        if link not in self._rates:
+            raise UsageError(f"no link {link!r}; the links are {', '.join(names)}")
+        return str(link), self._rates[str(link)]
+
+    def ask(self, request: str, *arguments: Any, limit: float = 30.0) -> Any:
+        """One question to the keeper."""
+        return self._open().ask(request, *arguments, limit=limit)
+
+    def listen(self, seconds: float) -> None:
+        """Hear from the ranks for up to `seconds`."""
+        self._open().listen(seconds)
+
+    def _open(self) -> Client:
+        if self._client is None:
+            raise LabError("the network is not open: use it in a `with` block")
+        return self._client
+
+    def _hear(self, event: Event) -> None:
+        if self._job is not None:
+            self._job.hear(event)
+
+
+def _variables(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for the ranks; output as it comes, and one thread each unless told otherwise:
+    all hosts share this machine's cores (torchrun does the same)."""
+    return {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | dict(os.environ) | dict(extra)

@@ -1,0 +1,176 @@
+"""The processes of one program run: forked by the keeper, one or more in each host, watched and stopped.
+
+A rank is either a command (executed), a Python program run in a fork of the warmed keeper, or a function.
+Each is the leader of its own process group, with its output and its result coming back by pipes.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import time
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from thinwire.lab import namespaces
+from thinwire.lab.program import Program, Seat
+from thinwire.lab.program import __file__ as program_file
+
+GRACE = 2.0  # seconds between asking a rank to stop and killing it
+STREAMS = ("out", "err", "result")
+_CHUNK = 1 << 16
+Event = tuple[object, ...]
+
+
+@dataclass
+class _Rank:
+    """A rank as the keeper knows it: its process, and what is still in its pipes."""
+
+    seat: Seat
+    process: int
+    pipes: dict[int, str]  # descriptor → stream
+    rest: dict[str, bytearray] = field(default_factory=lambda: {stream: bytearray() for stream in STREAMS})
+    status: int | None = None
+
+
+class Ranks:
+    """One run. `report` gets ("output", rank, stream, text) and ("exit", rank, status, result) events."""
+
+    def __init__(self, selector: selectors.BaseSelector, report: Callable[[Event], None]) -> None:
+        self._selector, self._report = selector, report
+        self._ranks: list[_Rank] = []
+        self._kill_at = float("inf")
+
+    @property
+    def running(self) -> bool:
+        return any(rank.status is None for rank in self._ranks)
+
+    def start(self, program: Program, seats: list[Seat], host_namespaces: list[int]) -> None:
+        """Fork every rank. In the ranks this does not return."""
+        self._ranks, self._kill_at = [], float("inf")
+        for seat in seats:
+            pipes = [os.pipe() for _ in STREAMS]
+            process = os.fork()
+            if process == 0:
+                _perform(program, seat, [write for _, write in pipes], host_namespaces[seat.host_number])
+            self._watch(_Rank(seat, process, {read: name for (read, _), name in zip(pipes, STREAMS)}))
+            for _, write in pipes:
+                os.close(write)
+
+    def _watch(self, rank: _Rank) -> None:
+        self._ranks.append(rank)
+        for descriptor in rank.pipes:
+            os.set_blocking(descriptor, False)
+            self._selector.register(
+                descriptor, selectors.EVENT_READ, lambda fd=descriptor: self._read(rank, fd)
+            )
+
+    def _read(self, rank: _Rank, descriptor: int) -> bool:
+        """Take what one pipe holds, pass on whole lines. False once there is no more to come."""
+        try:
+            data = os.read(descriptor, _CHUNK)
+        except BlockingIOError:
+            return False
+        stream = rank.pipes[descriptor]
+        if not data:
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+            del rank.pipes[descriptor]
+        rank.rest[stream] += data
+        if stream != "result":
+            self._pass_on(rank, stream, whole=bool(data))
+        return bool(data)
+
+    def _pass_on(self, rank: _Rank, stream: str, whole: bool) -> None:
+        """Report the lines that have come: only `whole` ones while more may follow."""
+        rest = rank.rest[stream]
+        end = rest.rfind(b"\n") + 1 if whole and len(rest) < _CHUNK else len(rest)
+        if end:
+            self._report(("output", rank.seat.rank, stream, rest[:end].decode(errors="replace")))
+            del rest[:end]
+
+    def reaped(self, process: int, status: int) -> None:
+        """A child of the keeper has ended. The first bad ending stops the other ranks."""
+        for rank in self._ranks:
+            if rank.process == process:
+                self._finish(rank, os.waitstatus_to_exitcode(status))
+                return
+
+    def _finish(self, rank: _Rank, status: int) -> None:
+        self._signal(rank, signal.SIGKILL)  # what it started and left behind in its group
+        for descriptor in list(rank.pipes):
+            while self._read(rank, descriptor):
+                pass
+        for descriptor in rank.pipes:  # still open: a process that left the group holds the other end
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+        rank.pipes.clear()
+        for stream in ("out", "err"):
+            self._pass_on(rank, stream, whole=False)
+        rank.status = status
+        self._report(("exit", rank.seat.rank, status, bytes(rank.rest["result"])))
+        if status != 0:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ask every rank to end, and kill after a grace what has not."""
+        if self._kill_at == float("inf"):
+            self._kill_at = time.monotonic() + GRACE
+            for rank in self._ranks:
+                self._signal(rank, signal.SIGTERM)
+                self._signal(rank, signal.SIGCONT)
+
+    def tick(self) -> None:
+        """Called every moment: carries out the end of the grace."""
+        if time.monotonic() >= self._kill_at:
+            self._kill_at = time.monotonic() + GRACE
+            for rank in self._ranks:
+                self._signal(rank, signal.SIGKILL)
+
+    def send_signal(self, rank: int, number: int) -> None:
+        self._signal(self._ranks[rank], number)
+
+    def _signal(self, rank: _Rank, number: int) -> None:
+        if rank.status is None:
+            try:
+                os.killpg(rank.process, number)
+            except ProcessLookupError:
+                return
+
+
+def _perform(program: Program, seat: Seat, outputs: list[int], namespace: int) -> None:
+    """In the child: be the rank, then leave by SystemExit, so that the interpreter ends in its usual way."""
+    try:
+        _become(seat, outputs, namespace)
+        program.perform(seat, outputs[2])
+    except SystemExit:
+        raise
+    except BaseException as error:
+        traceback.print_exception(error.with_traceback(_without_lab(error.__traceback__)))
+        raise SystemExit(1) from None
+    raise SystemExit(0)
+
+
+def _without_lab(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """A trace that starts where the user's code does."""
+    ours = {__file__, program_file}
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def _become(seat: Seat, outputs: list[int], namespace: int) -> None:
+    """In the child: move into the host, lose the power to reshape it, connect the outputs."""
+    os.setsid()
+    for number, descriptor in enumerate(outputs[:2], start=1):
+        os.dup2(descriptor, number)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    namespaces.enter(namespace)
+    namespaces.private_mounts()
+    namespaces.show_network()
+    namespaces.rename_host(seat.host)
+    namespaces.drop_network_capabilities()

@@ -1,0 +1,74 @@
+"""How a link is made slow: the kernel's token bucket for the rate, its netem for latency and loss.
+
+A token bucket lets through `rate` bytes a second and at most `burst` bytes at once. The burst must grow
+with the rate: the kernel refills it when a timer fires, and at 1 Gb/s a small bucket runs dry in between
+(32 kB gives 839 Mb/s, 512 kB gives 957). It must stay small otherwise, because a message smaller than the
+burst crosses at no cost.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from thinwire.lab.netlink import Netlink, attribute
+
+ROOT = 0xFFFFFFFF
+_KIND, _OPTIONS = 1, 2
+_TBF_PARAMETERS, _TBF_RATE64, _TBF_BURST = 1, 4, 6
+_ETHERNET = 1
+_TICK = 64e-9  # the unit of times in queueing disciplines
+
+BURST_SECONDS, SMALLEST_BURST = 4e-3, 4096  # 500 kB at 1 Gb/s, 50 kB at 100 Mb/s, 16 ms worth at 2 Mb/s
+QUEUE_SECONDS, SMALLEST_QUEUE = 0.2, 128 << 10  # what waits at a busy link before packets are dropped
+_BUCKET, _NETEM, _BELOW_NETEM = 0x10000, 0x20000, 0x20001  # the names 1:, 2: and 2:1
+
+
+def burst_bytes(rate: float) -> int:
+    """The bucket's size for a rate in bit/s."""
+    return max(SMALLEST_BURST, round(rate / 8 * BURST_SECONDS))
+
+
+def queue_bytes(rate: float) -> int:
+    """How much may wait for a link of this rate: a router's buffer, enough that TCP fills the link."""
+    return burst_bytes(rate) + max(SMALLEST_QUEUE, round(rate / 8 * QUEUE_SECONDS))
+
+
+def shape(
+    netlink: Netlink,
+    index: int,
+    rate: float | None,
+    latency: float = 0.0,
+    loss: float = 0.0,
+    netem: bool = False,
+) -> None:
+    """Set what leaves a device: at most `rate` bit/s (None: unlimited) and, with netem, late and with losses.
+
+    With netem the rate's bucket hangs below it: packets wait for their latency, then for tokens.
+    """
+    if netem:
+        netlink.set_qdisc(index, _NETEM, ROOT, _netem(latency, loss, rate))
+    if rate is not None:
+        netlink.set_qdisc(index, _BUCKET, _BELOW_NETEM if netem else ROOT, _token_bucket(rate))
+    elif not netem:
+        netlink.delete_qdisc(index, ROOT)
+
+
+def _token_bucket(rate: float) -> bytes:
+    """tbf: the 64-bit rate attribute overrides the 32-bit field, which 34 Gb/s would overflow."""
+    rate_bytes = round(rate / 8)
+    speed = struct.pack("BBHhHI", 0, _ETHERNET, 0, 0, 0, min(rate_bytes, 0xFFFFFFFF))
+    parameters = speed + bytes(12) + struct.pack("III", queue_bytes(rate), 0, 0)
+    options = (
+        attribute(_TBF_PARAMETERS, parameters)
+        + attribute(_TBF_RATE64, struct.pack("Q", rate_bytes))
+        + attribute(_TBF_BURST, struct.pack("I", burst_bytes(rate)))
+    )
+    return attribute(_KIND, b"tbf\0") + attribute(_OPTIONS, options)
+
+
+def _netem(latency: float, loss: float, rate: float | None) -> bytes:
+    """netem; its queue, counted in packets, must hold what is under way."""
+    packets = max(1000, round((rate or 1e10) / 8 / 1500 * latency * 2))
+    chance = round(loss * 0xFFFFFFFF)
+    fields = struct.pack("IIIIII", min(round(latency / _TICK), 0xFFFFFFFF), packets, chance, 0, 0, 0)
+    return attribute(_KIND, b"netem\0") + attribute(_OPTIONS, fields)

@@ -1,0 +1,187 @@
+"""Who is connected to whom, and how fast: hosts on a switch, or sites with a slow link between them.
+
+Every host hangs on its site's switch by a link of its own. With more than one site each switch hangs on a
+core by an uplink, which all traffic of that site to the others shares:
+
+    host ─link─ site switch ─uplink─ core ─uplink─ site switch ─link─ host
+
+A latency is the one-way delay a packet suffers on leaving: from host to host it is the sender's link latency,
+plus the sending site's uplink latency if it crosses.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import UsageError
+from thinwire.lab.units import parse_loss, parse_rate, parse_time
+
+SUBNET = "10.77.0.0/24"
+LONGEST_LATENCY = 10.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """One cable: `up` leaves the host (or site), `down` comes in; bit/s, None is unlimited."""
+
+    up: float | None = None
+    down: float | None = None
+    latency: float = 0.0  # seconds, one way, on the way up
+    loss: float = 0.0  # probability per packet, on the way up
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    address: str
+    site: str
+    link: Link
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Hosts in rank order; `sites` gives each site's uplink (a single site has none)."""
+
+    hosts: tuple[Host, ...]
+    sites: dict[str, Link]
+    prefix: int
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """Every link by the name of what hangs on it: hosts, and sites where there are several."""
+        return {h.name: h.link for h in self.hosts} | (self.sites if len(self.sites) > 1 else {})
+
+    @property
+    def delayed(self) -> bool:
+        return any(link.latency or link.loss for link in self.links.values())
+
+
+def flat(hosts: int, link: Link, subnet: str = SUBNET) -> Topology:
+    """`hosts` equal hosts on one switch."""
+    if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
+        raise UsageError(f"hosts {hosts!r}: allowed is a whole number from 1")
+    return _number([(f"host{i}", "lab", link) for i in range(hosts)], {"lab": Link()}, subnet)
+
+
+def load(path: str | Path, subnet: str = SUBNET) -> Topology:
+    """Read a topology file; the format is in docs/lab.md."""
+    try:
+        text = Path(path).read_bytes().decode()
+        return _from_table(tomllib.loads(text), subnet)
+    except OSError as error:
+        raise UsageError(f"cannot read topology {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"topology {path} is not TOML: {error}") from None
+    except UsageError as error:
+        raise UsageError(f"topology {path}: {error}") from None
+
+
+def make_link(table: dict[str, Any], where: str, default: Link | None = None) -> Link:
+    """A link from `rate` (both ways) or `up` and `down`, `latency` and `loss`, over a default."""
+    default = default or Link()
+    both = table.get("rate")
+    return Link(
+        up=parse_rate(table.get("up", both), f"{where} up") if _has(table, "up") else default.up,
+        down=parse_rate(table.get("down", both), f"{where} down") if _has(table, "down") else default.down,
+        latency=_latency(table["latency"], where) if "latency" in table else default.latency,
+        loss=parse_loss(table["loss"], f"{where} loss") if "loss" in table else default.loss,
+    )
+
+
+LINK_KEYS = {"rate", "up", "down", "latency", "loss"}
+
+
+def _has(table: dict[str, Any], direction: str) -> bool:
+    return direction in table or "rate" in table
+
+
+def _latency(value: Any, where: str) -> float:
+    seconds = parse_time(value, f"{where} latency")
+    if seconds > LONGEST_LATENCY:
+        raise UsageError(f"{where} latency {value!r}: allowed is up to {LONGEST_LATENCY:g}s")
+    return seconds
+
+
+def _from_table(table: dict[str, Any], subnet: str) -> Topology:
+    _known(table, {"sites", "hosts"}, "the file")
+    sites = table.get("sites", {})
+    if not isinstance(sites, dict) or not sites:
+        raise UsageError("no [sites.NAME] table")
+    inside, uplinks = {}, {}
+    for name, site in sites.items():
+        _known(site, LINK_KEYS | {"uplink"}, f"site {name}")
+        inside[name] = make_link(site, f"site {name}")
+        uplinks[name] = _uplink(site, name)
+    entries = table.get("hosts", [])
+    if not isinstance(entries, list) or not entries:
+        raise UsageError("no [[hosts]] entry")
+    placed: list[tuple[str, str, Link]] = []
+    for entry in entries:
+        placed += _hosts(entry, inside, placed)
+    return _number(placed, uplinks, subnet)
+
+
+def _uplink(site: dict[str, Any], name: str) -> Link:
+    uplink = site.get("uplink", {})
+    if isinstance(uplink, str):
+        uplink = {"rate": uplink}
+    _known(uplink, LINK_KEYS, f"site {name} uplink")
+    return make_link(uplink, f"site {name} uplink")
+
+
+def _hosts(
+    entry: Any, inside: dict[str, Link], placed: list[tuple[str, str, Link]]
+) -> list[tuple[str, str, Link]]:
+    """The hosts of one [[hosts]] entry: `count` of them, numbered within their site, or one by name."""
+    _known(entry, LINK_KEYS | {"site", "count", "name"}, "a [[hosts]] entry")
+    site = entry.get("site", next(iter(inside)) if len(inside) == 1 else None)
+    if site not in inside:
+        raise UsageError(f"a host names site {site!r}; the sites are {', '.join(inside)}")
+    count, name = entry.get("count", 1), entry.get("name")
+    if (
+        isinstance(count, bool)
+        or not isinstance(count, int)
+        or count < 1
+        or (name is not None and count != 1)
+    ):
+        raise UsageError(
+            f"count {count!r} of hosts at {site}: allowed is a whole number from 1, and 1 with a name"
+        )
+    first = sum(1 for _, where, _ in placed if where == site)
+    names = [name] if name is not None else [f"{site}-{first + i}" for i in range(count)]
+    return [(n, site, make_link(entry, f"host {n}", inside[site])) for n in names]
+
+
+def _number(placed: list[tuple[str, str, Link]], uplinks: dict[str, Link], subnet: str) -> Topology:
+    """Hand out addresses, in order."""
+    try:
+        network = ipaddress.IPv4Network(subnet)
+    except ValueError as error:
+        raise UsageError(f"subnet {subnet!r}: {error}") from None
+    room = network.num_addresses - 2
+    if len(placed) > room:
+        raise UsageError(f"{len(placed)} hosts: the network {network} has {max(room, 0)} addresses")
+    names = [name for name, _, _ in placed] + (list(uplinks) if len(uplinks) > 1 else [])
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9-]{0,30}", name):
+            raise UsageError(f"name {name!r}: allowed are letters, digits and '-', up to 31 of them")
+        if names.count(name) > 1:
+            raise UsageError(f"the name {name!r} is used twice")
+    addresses = network.hosts()
+    hosts = tuple(Host(name, str(next(addresses)), site, link) for name, site, link in placed)
+    return Topology(hosts, uplinks, network.prefixlen)
+
+
+def _known(table: Any, allowed: set[str], where: str) -> None:
+    if not isinstance(table, dict):
+        raise UsageError(f"{where} must be a table")
+    unknown = sorted(set(table) - allowed)
+    if unknown:
+        raise UsageError(
+            f"{where} has the unknown key {unknown[0]!r}; allowed are {', '.join(sorted(allowed))}"
+        )

@@ -1,0 +1,78 @@
+"""Rates, times and fractions as people write them ("100mbit", "10ms", "0.5%"), read and written."""
+
+from __future__ import annotations
+
+import re
+
+from thinwire.errors import UsageError
+
+# Bits per second. Decimal, as networks are sold; "MB/s" style units are refused rather than guessed.
+RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+SLOWEST, FASTEST = 1e4, 1e11  # bit/s; below, one packet takes over a second; above, no CPU forwards it
+UNLIMITED = "unlimited"
+
+
+def parse_rate(text: str | float | None, what: str = "rate") -> float | None:
+    """Bits per second from "100mbit" (or a number of bits per second); None or "unlimited" is no limit."""
+    if text is None or text == UNLIMITED:
+        return None
+    value = float(text) if _is_number(text) else _parse(str(text), RATE_UNITS, what)
+    if not SLOWEST <= value <= FASTEST:
+        raise UsageError(f"{what} {text!r}: allowed is 10kbit to 100gbit, or unlimited")
+    return value
+
+
+def parse_time(text: str | float, what: str = "time") -> float:
+    """Seconds from "10ms" (or a number of seconds)."""
+    if _is_number(text):
+        return _not_negative(float(text), text, what)
+    if re.fullmatch(r"0+(\.0+)?", str(text).strip()):
+        return 0.0
+    return _not_negative(_parse(str(text), TIME_UNITS, what), text, what)
+
+
+def parse_loss(text: str | float, what: str = "loss") -> float:
+    """A probability from "0.5%" (or a number between 0 and 1)."""
+    try:
+        value = float(text[:-1]) / 100 if isinstance(text, str) and text.endswith("%") else float(text)
+    except ValueError:
+        raise UsageError(
+            f"{what} {text!r}: write a percentage such as 0.5%, or a fraction such as 0.005"
+        ) from None
+    if not 0 <= value < 1:
+        raise UsageError(f"{what} {text!r}: allowed is 0% up to, not including, 100%")
+    return value
+
+
+def show_rate(rate: float | None) -> str:
+    """The shortest of the forms that `parse_rate` reads."""
+    if rate is None:
+        return UNLIMITED
+    unit = next((u for u in ("gbit", "mbit", "kbit") if rate >= RATE_UNITS[u]), "bit")
+    return f"{rate / RATE_UNITS[unit]:.6g}{unit}"
+
+
+def show_bytes(count: float) -> str:
+    """Decimal bytes, as the rates are decimal bits."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def _is_number(text: str | float) -> bool:
+    return isinstance(text, int | float) and not isinstance(text, bool)
+
+
+def _parse(text: str, units: dict[str, float], what: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z/]+)", text.strip())
+    if match is None or match[2].lower() not in units:
+        raise UsageError(f"{what} {text!r}: write a number and one of the units {', '.join(units)}")
+    return float(match[1]) * units[match[2].lower()]
+
+
+def _not_negative(value: float, text: object, what: str) -> float:
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"{what} {text!r}: must be zero or more")
+    return value

@@ -1,0 +1,172 @@
+"""Builds a topology out of network namespaces, switches and cables, and changes its links while it runs.
+
+All switches live in one namespace, the core; each host in its own, where it sees `lo` and `eth0`. What a
+host sends is shaped where it leaves the host, so that its sockets feel the slow link as they would a slow
+card; what it receives is shaped where it leaves the switch.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from thinwire.lab import namespaces
+from thinwire.lab.delay import Lane, open_port, relay
+from thinwire.lab.netlink import Traffic, Netlink, index_of
+from thinwire.lab.shaping import shape
+from thinwire.lab.topology import Link, Topology
+
+DEVICE = "eth0"  # every host's only way out
+_CORE = "core"
+
+
+@dataclass
+class _Cable:
+    """One link in place: the device below (in a host, or a site's switch) and the device above."""
+
+    below: Netlink
+    below_index: int
+    above: str
+    above_index: int
+    link: Link
+    extended: str | None = None  # the device behind the user-space delay, where there is one
+
+
+class Wiring:
+    """The network in being. The process that makes one ends up in the core's namespace."""
+
+    def __init__(self, topology: Topology, netem: bool, patience: float) -> None:
+        self.topology, self._netem, self._patience = topology, netem, patience
+        self.host_namespaces: list[int] = []
+        self.notes: list[str] = []  # what could not be done as asked, for the user to read
+        self._cables: dict[str, _Cable] = {}
+        self._core_namespace = _new_network()
+        self._core = Netlink()
+        self._build()
+
+    def _build(self) -> None:
+        several = len(self.topology.sites) > 1
+        if several:
+            self._switch(_CORE)
+        for number, (site, link) in enumerate(self.topology.sites.items()):
+            self._switch(f"site{number}")
+            if several:
+                self._uplink(number, site, link)
+        numbers = {site: number for number, site in enumerate(self.topology.sites)}
+        for number, host in enumerate(self.topology.hosts):
+            self._host(number, host.name, host.address, f"site{numbers[host.site]}", host.link)
+
+    def _switch(self, name: str) -> None:
+        self._core.add_bridge(name)
+        self._core.set_up(index_of(name))
+
+    def _uplink(self, number: int, site: str, link: Link) -> None:
+        above, below = f"up{number}", f"down{number}"
+        self._core.add_cable(above, below)
+        cable = _Cable(self._core, index_of(below), above, index_of(above), link)
+        self._core.attach(index_of(below), index_of(f"site{number}"))
+        self._connect(site, cable, _CORE)
+
+    def _host(self, number: int, name: str, address: str, switch: str, link: Link) -> None:
+        namespace = _new_network()
+        inside = Netlink()
+        inside.set_up(index_of("lo"))
+        self._give_up_after(self._patience)
+        namespaces.enter(self._core_namespace)
+        above = f"host{number}"
+        self._core.add_cable(above, DEVICE, namespace)
+        namespaces.enter(namespace)
+        device = index_of(DEVICE)
+        inside.add_address(device, address, self.topology.prefix)
+        if any(other.loss for other in self.topology.links.values()):
+            inside.one_packet_at_a_time(device)
+        namespaces.enter(self._core_namespace)
+        self.host_namespaces.append(namespace)
+        self._connect(name, _Cable(inside, device, above, index_of(above), link), switch)
+
+    def _give_up_after(self, seconds: float) -> None:
+        """In the host just entered, TCP reports a dead link after about `seconds` of unanswered retries.
+
+        The kernel's rule: it gives up after r doublings of a 0.2 s time-out, after 0.2 (2^(r+1) − 1) seconds.
+        """
+        retries = next(r for r in range(1, 16) if 0.2 * (2 ** (r + 1) - 1) >= seconds or r == 15)
+        try:
+            Path("/proc/sys/net/ipv4/tcp_retries2").write_text(str(retries))
+        except OSError as error:
+            note = f"tcp_retries2 cannot be set ({error.strerror}): a dead link shows after some 15 minutes"
+            self.notes = [note]
+
+    def _connect(self, name: str, cable: _Cable, switch: str) -> None:
+        """Plug a cable's upper end into a switch, through a delay where the kernel has none, and shape it."""
+        self._cables[name] = cable
+        plug = cable.above
+        if (cable.link.latency or cable.link.loss) and not self._netem:
+            cable.extended, plug = f"late{len(self._cables)}", f"plug{len(self._cables)}"
+            self._core.add_cable(cable.extended, plug)
+        for device in {cable.above, cable.extended or cable.above, plug}:
+            self._core.set_up(index_of(device))
+        self._core.attach(index_of(plug), index_of(switch))
+        self._shape(cable)
+        cable.below.set_up(cable.below_index)
+
+    def _shape(self, cable: _Cable) -> None:
+        link = cable.link
+        late = self._netem and bool(link.latency or link.loss)
+        shape(cable.below, cable.below_index, link.up, link.latency, link.loss, netem=late)
+        shape(self._core, cable.above_index, link.down)
+
+    def start_delays(self) -> int | None:
+        """Fork the process that delays packets in user space, if any link needs it; its process id."""
+        late = [cable for cable in self._cables.values() if cable.extended]
+        if not late:
+            return None
+        child = os.fork()
+        if child:
+            return child
+        lanes = []
+        for cable in late:
+            assert cable.extended is not None
+            below, above = open_port(cable.above), open_port(cable.extended)
+            lanes += [Lane(below, above, cable.link.latency, cable.link.loss), Lane(above, below, 0.0)]
+        relay(lanes)
+        os._exit(1)
+
+    def set_rate(self, name: str, up: float | None, down: float | None) -> None:
+        """Change a link's rates; packets under way stay under way."""
+        cable = self._cables[name]
+        cable.link = replace(cable.link, up=up, down=down)
+        self._shape(cable)
+
+    def set_connected(self, name: str, connected: bool) -> None:
+        """Pull a cable at the switch, or plug it in again."""
+        self._core.set_up(self._cables[name].above_index, connected)
+
+    def counters(self) -> dict[str, Traffic]:
+        """Per link, as what hangs on it sees it: what the switch got from a host is what it sent."""
+        devices = self._core.counters()
+        return {name: devices[cable.above].from_other_end() for name, cable in self._cables.items()}
+
+
+def _new_network() -> int:
+    """A network namespace whose devices will speak IPv4 alone: IPv6 greets its neighbours, and is counted."""
+    namespace = namespaces.new_network()
+    with suppress(OSError):  # a kernel without IPv6, or a container that protects its settings
+        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+    return namespace
+
+
+def netem_exists() -> bool:
+    """Whether this kernel can delay packets itself; tried on a device in a namespace of its own."""
+    namespace = namespaces.new_network()
+    probe = Netlink()
+    try:
+        probe.add_cable("probe", "peer")
+        shape(probe, index_of("probe"), None, latency=0.001, netem=True)
+    except FileNotFoundError:  # the kernel's answer to an unknown discipline
+        return False
+    finally:
+        probe.close()
+        os.close(namespace)
+    return True

@@ -45,20 +45,20 @@ def seal(header: Header, body: Tensor) -> Tensor:
     return frame
 
 
-def unseal(frame: Tensor, expected: Header, name: str) -> tuple[int, Tensor]:
+def unseal(frame: Tensor, expected: Header) -> tuple[int, Tensor]:
     """(kind, body) of a frame that is the expected one; `expected.kind` is not compared. Otherwise ValueError."""
     if frame.dtype != torch.uint8 or frame.dim() != 1 or frame.numel() < BYTES:
-        raise ValueError(f"{name}: a frame is at least {BYTES} bytes of uint8, not {tuple(frame.shape)} {frame.dtype}")
+        raise ValueError(f"a frame is at least {BYTES} bytes of uint8, not {tuple(frame.shape)} {frame.dtype}")
     version, kind, count, step, key, stored = struct.unpack(LAYOUT, bytes(frame[:BYTES].tolist()))
     if version != VERSION:
-        raise ValueError(f"{name}: frame of version {version}, this is version {VERSION}")
+        raise ValueError(f"frame of version {version}, this is version {VERSION}")
     if stored >= PRIME or (int(checksum(frame)) - stored * FIELD_WEIGHT - stored) % PRIME:
-        raise ValueError(f"{name}: frame is damaged (checksum)")
+        raise ValueError(f"frame is damaged (checksum)")
     if key != expected.key:
-        raise ValueError(f"{name}: frame belongs to another key")
+        raise ValueError(f"frame belongs to another key")
     if (step, count) != (expected.step % 2**32, expected.count % 2**16):
         raise ValueError(
-            f"{name}: frame of step {step}, send {count}; expected step {expected.step}, send {expected.count}"
+            f"frame of step {step}, send {count}; expected step {expected.step}, send {expected.count}"
         )
     return kind, frame[BYTES:]
 
@@ -68,15 +68,16 @@ def join_rows(warm: list[bool], bodies: list[Tensor]) -> Tensor:
     bitmap = bytearray((len(warm) + 7) // 8)
     for i, bit in enumerate(warm):
         bitmap[i // 8] |= bit << (i % 8)
-    head = torch.frombuffer(bitmap, dtype=torch.uint8).to(bodies[0].device)
-    return torch.cat((head, *bodies))
+    if not bodies:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.cat((torch.frombuffer(bitmap, dtype=torch.uint8).to(bodies[0].device), *bodies))
 
 
-def warm_rows(body: Tensor, rows: int, name: str) -> tuple[list[bool], Tensor]:
+def warm_rows(body: Tensor, rows: int) -> tuple[list[bool], Tensor]:
     """(warm flags, the rest) of a per-row body."""
     size = (rows + 7) // 8
     if body.numel() < size:
-        raise ValueError(f"{name}: frame is too short for {rows} rows")
+        raise ValueError(f"frame is too short for {rows} rows")
     bits = body[:size].tolist()
     return [bool(bits[i // 8] >> (i % 8) & 1) for i in range(rows)], body[size:]
 

@@ -190,10 +190,10 @@ class FileStore(RamStore):
 
 def parse_capacity(capacity: float | int | str) -> tuple[float, int | None]:
     """(share of ids, None) or (1, bytes). 0.5 is a share; 2_000_000_000 and "2GB" are sizes."""
-    if isinstance(capacity, float):
+    if isinstance(capacity, float) or capacity == 1:
         if not 0 < capacity <= 1:
             raise UsageError(f"capacity as a share must lie in (0, 1], not {capacity!r}")
-        return capacity, None
+        return float(capacity), None
     if isinstance(capacity, int) and not isinstance(capacity, bool) and capacity > 0:
         return 1.0, capacity
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(capacity))

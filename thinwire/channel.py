@@ -1,0 +1,244 @@
+"""A channel: a codec (point to point) or a collective (a group) with a memory.
+
+`send` and `recv` are the two ends of one wire, each with its own Channel; `reduce` is one member's part of a group.
+Keys name the state: a parameter, a boundary, a sample. Every message is a frame (codecs/frame.py). The rule that
+makes DIANA, error feedback, EF21, AQ-SGD and the rest is in memory/rule.py; nothing here knows their names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.codecs import frame as framing
+from thinwire.codecs.base import Codec, describe_nonfinite
+from thinwire.errors import UsageError
+from thinwire.kernels.checksum import checksum
+from thinwire.kernels.random import derive
+from thinwire.memory.ledger import Ledger, key_name, parse_key
+from thinwire.memory.rule import Memory, Plain
+from thinwire.memory.stats import Stats
+from thinwire.memory.store import Key
+from thinwire.memory.visit import EXACT, Visits
+
+TYPICAL = 128  # values; a codec that is refused for this few and for many is refused at once
+MANY = 2**20
+
+
+class Channel:
+    """One end of a wire, or one member of a group. `seed` is the run's, equal at both ends."""
+
+    def __init__(
+        self, codec: Any, memory: Memory | None = None, *, seed: int = 0, name: str = "channel", measure_every: int = 16
+    ) -> None:
+        self.codec, self.memory, self.seed, self.name = codec, memory or Plain(), seed, name
+        if not isinstance(codec, Codec) and not hasattr(codec, "exchange"):
+            raise UsageError(f"a channel takes a codec or a collective, not {codec!r}")
+        if isinstance(codec, Codec) and (codec.omega(TYPICAL) or 0) >= 1:
+            self.memory.check(codec, MANY)
+        self.ledger = Ledger(self.memory)
+        self.collective_state: dict[Key, dict[str, Tensor]] = {}
+        self.staged_collective: dict[Key, dict[str, Tensor]] = {}
+        self.step = 0
+        self.counts: dict[Any, int] = {}
+        self.stats = Stats()
+        self.visits = Visits(codec, self.memory, self.ledger, self.stats, measure_every)
+
+    # --- steps: writes between begin and commit are kept together or dropped together
+
+    def begin(self, step: int | None = None) -> None:
+        """Open a step. Its number (default: the next) is in every frame, so that a late one is refused."""
+        self.ledger.begin()
+        self.step = self.step + 1 if step is None else step
+        self.counts.clear()
+
+    def commit(self) -> None:
+        self.ledger.commit()
+        self.collective_state.update(self.staged_collective)
+        self.staged_collective = {}
+
+    def rollback(self) -> None:
+        """Drop every write since begin. The step's number stays used: its frames are stale from now on."""
+        self.ledger.rollback()
+        self.staged_collective = {}
+        self.stats.rollbacks += 1
+
+    # --- point to point
+
+    def send(self, key: Key | Sequence[Key], x: Tensor, *, nonfinite: str = "raise") -> Tensor:
+        """x → frame. A list of keys gives every row of x its own state.
+
+        NaN or Inf: ValueError naming the key; with nonfinite="flag" a frame of the usual size that says so, and no
+        change of state (the receiver gets NaN, and the step is for the caller to roll back).
+        """
+        if isinstance(key, (str, int)):
+            kind, body, finite = self.visits.encode(key, x, self._seed(key))
+        else:
+            kind, body, finite = self._encode_rows(key, x)
+        if not finite:
+            if nonfinite != "flag":
+                raise ValueError(f"{self.name}: cannot send {key!r}: {describe_nonfinite(x)}")
+            self.stats.nonfinite += 1
+            kind, body = kind | framing.NONFINITE, torch.zeros_like(body)
+        frame = framing.seal(self._header(key, kind), body)
+        self._advance(key)
+        self.stats.count(frame.numel(), x.numel() * x.element_size())
+        return frame
+
+    def recv(self, key: Key | Sequence[Key], wire: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Frame → y. A frame that is not the expected one raises ValueError and changes nothing."""
+        try:
+            kind, body = framing.unseal(wire, self._header(key, 0))
+            if kind & framing.NONFINITE:
+                self.stats.nonfinite += 1
+                y = torch.full(tuple(shape), torch.nan, dtype=dtype, device=wire.device)
+            elif isinstance(key, (str, int)):
+                y = self.visits.decode(key, kind, body, tuple(shape), dtype, self._seed(key))
+            else:
+                y = self._decode_rows(key, body, tuple(shape), dtype)
+        except ValueError as error:
+            self.stats.rejected += 1
+            raise ValueError(f"{self.name}, {key!r}: {error}") from error
+        self._advance(key)
+        self.stats.count(wire.numel(), math.prod(shape) * dtype.itemsize)
+        return y
+
+    def nbytes(self, key: Key | Sequence[Key], shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Exactly how long the next frame for this key will be, at either end."""
+        if isinstance(key, (str, int)):
+            return framing.BYTES + self._body_bytes(key, tuple(shape), dtype)
+        rows = sum(self._body_bytes(k, tuple(shape[1:]), dtype) for k in key)
+        return framing.BYTES + framing.bitmap_bytes(len(key)) + rows
+
+    def is_warm(self, key: Key, shape: Sequence[int]) -> bool:
+        """Does this end hold a mirror of that shape for the key?"""
+        h = self.ledger.read("h", key)
+        return h is not None and h.shape == torch.Size(shape)
+
+    def digest(self, key: Key) -> int:
+        """Checksum of the key's mirror, for the two ends to compare; −1 where there is none."""
+        h = self.ledger.read("h", key)
+        return -1 if h is None else int(checksum(EXACT.encode(h)))
+
+    def forget(self, key: Key) -> None:
+        """Drop all state of a key: its next message is cold. Both ends must do so."""
+        self.ledger.forget(key)
+        self.counts.pop(key, None)
+        self.collective_state.pop(key, None)
+
+    # --- a group
+
+    def reduce(self, key: Key, x: Tensor, group: Any = None) -> Tensor:
+        """The mean of x over the group, through the collective: y = h̄ + mean d_i."""
+        memory, work = self.memory, torch.promote_types(x.dtype, torch.float32)
+        x, e, h = x.to(work), self.ledger.read("e", key), self.visits.shift(key, x.to(work))
+        u = memory.outgoing(x, e, h)
+        state = dict(self.staged_collective.get(key) or self.collective_state.get(key, {}))
+        rank = dist.get_rank(group) if dist.is_initialized() else 0
+        seed = derive(self.seed, self.step, key, rank, self.counts.get(key, 0))
+        mean, own = self.codec.exchange(u, group, state=state, key=key, step=self.step, seed=seed)
+        center = self.ledger.read("m", key) if memory.mirrored else _group_mean(h, group) if h is not None else None
+        y = mean if center is None else center + mean
+        if memory.beta is not None:
+            self.ledger.write("e", key, memory.residual(x, e, h, own))
+        if memory.mirrored:
+            self._move_group_shifts(key, x, h, own, center, mean, group)
+        (self.collective_state if self.ledger.staged is None else self.staged_collective)[key] = state
+        self._advance(key)
+        return y
+
+    def _move_group_shifts(
+        self, key: Key, x: Tensor, h: Tensor | None, own: Tensor, center: Tensor | None, mean: Tensor, group: Any
+    ) -> None:
+        """h_i ← h_i + α·own and h̄ ← h̄ + α·mean; on a refresh h_i ← x and h̄ ← mean x (the coin is the group's)."""
+        coin = derive(self.seed, self.step, key, self.counts.get(key, 0))
+        if self.memory.refresh:
+            if self.memory.refreshes(coin):
+                self.ledger.write("h", key, x.clone())
+                self.ledger.write("m", key, _group_mean(x, group))
+            return
+        alpha = self.memory.alpha_for(getattr(self.codec, "codec", self.codec), x.numel())
+        zero = torch.zeros_like(x)
+        self.ledger.write("h", key, self.memory.shifted(zero if h is None else h, own, alpha))
+        self.ledger.write("m", key, self.memory.shifted(zero if center is None else center, mean, alpha))
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Tensors only (loads with weights_only=True): residuals, mirrors, factors, collective state, step, counts."""
+        out = self.ledger.state_dict()
+        for key, tensors in self.collective_state.items():
+            out |= {f"c/{key_name(key)}/{name}": value.clone() for name, value in tensors.items()}
+        out |= {f"count/{key_name(k)}": torch.tensor(n) for k, n in self.counts.items() if isinstance(k, (str, int))}
+        return out | {"step": torch.tensor(self.step)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.ledger.load_state_dict(state)
+        self.step = int(state["step"])
+        self.counts = {parse_key(k[6:]): int(n) for k, n in state.items() if k.startswith("count/")}
+        self.collective_state = {}
+        for name, value in state.items():
+            if name.startswith("c/"):
+                key, _, field = name[2:].rpartition("/")
+                self.collective_state.setdefault(parse_key(key), {})[field] = value.clone()
+
+    # --- rows
+
+    def _encode_rows(self, keys: Sequence[Key], x: Tensor) -> tuple[int, Tensor, bool]:
+        self._check_rows(keys, tuple(x.shape))
+        if not bool(torch.isfinite(x).all()):
+            size = self.nbytes(keys, x.shape, x.dtype) - framing.BYTES
+            return framing.ROWS, torch.zeros(size, dtype=torch.uint8, device=x.device), False
+        parts = [self.visits.encode(key, row, self._seed(key)) for key, row in zip(keys, x)]
+        body = framing.join_rows([bool(kind & framing.WARM) for kind, _, _ in parts], [body for _, body, _ in parts])
+        return framing.ROWS, body, True
+
+    def _decode_rows(self, keys: Sequence[Key], body: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self._check_rows(keys, shape)
+        warm, rest = framing.warm_rows(body, len(keys))
+        seeds = [self._seed(key) for key in keys]
+        sizes = [self.visits.body_bytes(shape[1:], dtype, s, w) for s, w in zip(seeds, warm)]
+        if sum(sizes) != rest.numel():
+            raise ValueError(f"rows of {rest.numel()} bytes arrived, {sum(sizes)} were expected")
+        kinds = [framing.WARM if w else 0 for w in warm]
+        parts = zip(keys, kinds, rest.split(sizes), seeds)
+        rows = [self.visits.decode(key, kind, part, shape[1:], dtype, seed) for key, kind, part, seed in parts]
+        return torch.stack(rows) if rows else torch.zeros(shape, dtype=dtype, device=body.device)
+
+    def _check_rows(self, keys: Sequence[Key], shape: tuple[int, ...]) -> None:
+        if not shape or shape[0] != len(keys):
+            raise ValueError(f"{self.name}: {len(keys)} keys for a tensor of shape {shape}: one key a row")
+        if len(set(keys)) != len(keys):
+            twice = next(k for k in keys if list(keys).count(k) > 1)
+            raise ValueError(f"{self.name}: key {twice!r} stands twice in one message")
+
+    # --- seeds and headers
+
+    def _body_bytes(self, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return self.visits.body_bytes(shape, dtype, self._seed(key), self.is_warm(key, shape))
+
+    def _seed(self, key: Key) -> int:
+        return derive(self.seed, self.step, key, self.counts.get(key, 0))
+
+    def _header(self, key: Key | Sequence[Key], kind: int) -> framing.Header:
+        name = key if isinstance(key, (str, int)) else tuple(key)
+        return framing.Header(kind, self.counts.get(name, 0), self.step, framing.key_hash(name))
+
+    def _advance(self, key: Key | Sequence[Key]) -> None:
+        keys = [key] if isinstance(key, (str, int)) else [*key, tuple(key)]
+        for one in keys:
+            self.counts[one] = self.counts.get(one, 0) + 1
+
+
+def _group_mean(x: Tensor, group: Any) -> Tensor:
+    """The exact mean over the group (a refresh, or a fixed shift); alone it is x."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return x.clone()
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)

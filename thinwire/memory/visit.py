@@ -1,0 +1,138 @@
+"""One key's visit at one end of a wire: apply the rule, encode or decode, move the state.
+
+A body is the codec's bytes (then x in full on a refresh), or, for memories with a cold start, either a cold message
+or a change against the mirror with its gate's bitmap. The two ends run the mirror image of the same lines.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec
+from thinwire.codecs.exact import Identity
+from thinwire.codecs.frame import REFRESH, WARM
+from thinwire.codecs.lowrank import LowRank
+from thinwire.memory.ledger import Ledger
+from thinwire.memory.rule import Memory
+from thinwire.memory.stats import Stats
+from thinwire.memory.store import Key
+
+EXACT = Identity()
+
+
+class Visits:
+    """Codec, memory and state of one end. `seed` belongs to (run, step, key, send count): equal at both ends."""
+
+    def __init__(self, codec: Codec, memory: Memory, ledger: Ledger, stats: Stats, measure_every: int) -> None:
+        self.codec, self.memory, self.ledger, self.stats = codec, memory, ledger, stats
+        self.measure_every = measure_every
+
+    def encode(self, key: Key, x: Tensor, seed: int) -> tuple[int, Tensor, bool]:
+        """(kind, body, finite); the state is moved only where all is finite."""
+        if self.memory.cold_start:
+            return self._encode_delta(key, x, seed)
+        memory, work = self.memory, torch.promote_types(x.dtype, torch.float32)
+        memory.check(self.codec, x.numel())
+        value, e, h = x.to(work), self.ledger.read("e", key), self.shift(key, x.to(work))
+        u = memory.outgoing(value, e, h).to(x.dtype)
+        body, finite = self._encode_with_factor(key, u, seed)
+        refresh = memory.refreshes(seed)
+        if not finite:
+            return 0, torch.cat((body, EXACT.encode(torch.zeros_like(x)))) if refresh else body, False
+        own = self.codec.decode(body, x.shape, x.dtype, seed).to(work)
+        if memory.beta is not None:
+            self.ledger.write("e", key, memory.residual(value, e, h, own))
+        self._move_shift(key, h, own, value.clone() if refresh else None)
+        if self._measures():
+            self.stats.measure(memory.s * value, own if h is None else h + own)
+        return (REFRESH, torch.cat((body, EXACT.encode(x))), True) if refresh else (0, body, True)
+
+    def decode(
+        self, key: Key, kind: int, body: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int
+    ) -> Tensor:
+        """y of a body; anything unexpected raises ValueError before the state is touched."""
+        if self.memory.cold_start:
+            return self._decode_delta(key, bool(kind & WARM), body, shape, dtype, seed)
+        work, cut = torch.promote_types(dtype, torch.float32), self.codec.nbytes(shape, dtype)
+        refresh = self.memory.refreshes(seed)
+        step = self.codec.decode(body[:cut] if refresh else body, shape, dtype, seed).to(work)
+        h = self.shift(key, step)
+        self._move_shift(key, h, step, EXACT.decode(body[cut:], shape, dtype).to(work) if refresh else None)
+        return (step if h is None else h + step).to(dtype)
+
+    def shift(self, key: Key, like: Tensor) -> Tensor | None:
+        """h of a key: fixed, learned, or None for zero."""
+        fixed = self.memory.base_shift(key, like)
+        if fixed is not None:
+            return fixed.to(like)
+        return self.ledger.read("h", key) if self.memory.mirrored else None
+
+    def body_bytes(self, shape: tuple[int, ...], dtype: torch.dtype, seed: int, warm: bool) -> int:
+        """Length of a body; `warm` matters to memories with a cold start."""
+        if not self.memory.cold_start:
+            full = EXACT.nbytes(shape, dtype) if self.memory.refreshes(seed) else 0
+            return self.codec.nbytes(shape, dtype) + full
+        if warm:
+            return self.codec.nbytes_onto(shape, dtype, self.memory.gate)
+        return (self.memory.cold or EXACT).nbytes(shape, dtype)
+
+    def _move_shift(self, key: Key, h: Tensor | None, step: Tensor, refreshed: Tensor | None) -> None:
+        """h ← x on a refresh, h + α·d otherwise."""
+        if refreshed is not None:
+            self.ledger.write("h", key, refreshed)
+        elif self.memory.mirrored and self.memory.refresh == 0:
+            alpha = self.memory.alpha_for(self.codec, step.numel())
+            self.ledger.write("h", key, self.memory.shifted(torch.zeros_like(step) if h is None else h, step, alpha))
+
+    def _encode_with_factor(self, key: Key, u: Tensor, seed: int) -> tuple[Tensor, bool]:
+        """(body, finite). Low rank is warm-started by the right factor of the key's last message."""
+        if not isinstance(self.codec, LowRank):
+            body, finite = self.codec.encode_flagged(u, seed)
+            return body, bool(finite)
+        if not bool(torch.isfinite(u).all()):
+            return torch.zeros(self.codec.nbytes(u.shape, u.dtype), dtype=torch.uint8, device=u.device), False
+        body = self.codec.encode(u, seed, prev=self.ledger.read("q", key))
+        factor = self.codec.right_factor(body, tuple(u.shape), u.dtype)
+        if factor is not None:
+            self.ledger.write("q", key, factor.clone())
+        return body, True
+
+    # --- the delta against a mirror: cold start, gate, fused kernels
+
+    def _encode_delta(self, key: Key, x: Tensor, seed: int) -> tuple[int, Tensor, bool]:
+        h = self.ledger.read("h", key)
+        warm = h is not None and h.shape == x.shape
+        if h is None or not warm:
+            codec = self.memory.cold or EXACT
+            body, finite = codec.encode_flagged(x, seed)
+            new = codec.decode(body, x.shape, x.dtype, seed) if bool(finite) else x
+        else:
+            self.memory.check(self.codec, x.numel())
+            new = self.ledger.empty_mirror(x.shape, x.dtype, x.device)
+            body, finite = self.codec.encode_onto_flagged(x, h, seed, self.memory.gate, new)
+        if bool(finite):
+            self.ledger.write("h", key, new)
+            self.stats.visit(warm)
+            if self._measures():
+                self.stats.measure(x, new)
+        return WARM if warm else 0, body, bool(finite)
+
+    def _decode_delta(
+        self, key: Key, warm: bool, body: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int
+    ) -> Tensor:
+        h = self.ledger.read("h", key)
+        if not warm:
+            y = (self.memory.cold or EXACT).decode(body, shape, dtype, seed)
+            new = y.clone()
+        elif h is None or h.shape != torch.Size(shape):
+            raise ValueError(f"a change for {key!r} arrived, but this end remembers no such sample")
+        else:
+            new = self.ledger.empty_mirror(h.shape, dtype, body.device)
+            y = self.codec.decode_onto(body, h, dtype, seed, self.memory.gate, new)
+        self.ledger.write("h", key, new)
+        self.stats.visit(warm)
+        return y
+
+    def _measures(self) -> bool:
+        return self.measure_every > 0 and self.stats.messages % self.measure_every == 0

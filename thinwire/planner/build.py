@@ -5,11 +5,13 @@
   message holds a port for its wire time (pipeline traffic before gradients) and arrives a latency later.
 - The receiver waits only where it needs the tensor; stages on one rank hand tensors over at no cost.
 - After a stage's last weight backward (in all replicas) its gradient units go one after another, each
-  encoded, reduced and decoded beside the computation.
+  encoded, reduced and decoded beside the computation. On the wire they go in slices, between which a pipeline
+  message may pass: with slices of its own length it is delayed as if two flows shared the port.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from thinwire.planner.actions import Action, Kind
 from thinwire.planner.graph import NONE, Graph
 from thinwire.planner.step import Hop, Send, Step, Traffic
 
+MOST_SLICES = 32  # of one unit
 COMPUTE, ENCODE, WIRE, DECODE = "compute", "encode", "wire", "decode"
 
 
@@ -36,7 +39,7 @@ class Builder:
         self.step, self.schedule = step, step.schedule
         self.graph = Graph()
         self.about: list[About] = []
-        self.messages: dict[Send, tuple[int, Hop]] = {}
+        self.messages: dict[Send, tuple[int, int, Hop]] = {}  # first and last task on the wire, cost
         self._ends: dict[tuple[int, int], int] = {}  # replica, stage -> its last weight backward
         self._made: dict[tuple[int, Send], int] = {}  # replica, tensor -> the task after which it is there
         self._needs: list[tuple[tuple[int, Send], int]] = []
@@ -68,13 +71,16 @@ class Builder:
         stage, kind, part, _ = action
         assert part is not None
         compute = self._busy(COMPUTE, replica, rank, action, self.step.work.seconds(action))
-        if kind in (Kind.B, Kind.W):
-            self._ends[replica, stage] = compute
         if kind is Kind.W:
+            self._ends[replica, stage] = compute
             return [compute]
         traffic, ahead = (Traffic.FORWARD, 1) if kind is Kind.F else (Traffic.BACKWARD, -1)
         decode = self._receive(replica, rank, Send(traffic, stage - ahead, part), stage, compute)
         encode = self._send(replica, rank, Send(traffic, stage, part), stage + ahead, compute)
+        if kind is Kind.B:
+            self._ends[replica, stage] = [compute, *encode][
+                -1
+            ]  # the last send is on its way before gradients
         return [*decode, compute, *encode]
 
     def _receive(self, replica: int, rank: int, send: Send, stage: int, compute: int) -> list[int]:
@@ -92,6 +98,8 @@ class Builder:
         hop = self.step.hop(send)
         encode = [self._busy(ENCODE, replica, rank, send, hop.encode)] if hop.encode else []
         wire = self._made[replica, send] = self._wire(replica, rank, send, hop)
+        if not replica:
+            self.messages[send] = (wire, wire, hop)
         self.graph.edge(encode[0] if encode else compute, wire)
         return encode
 
@@ -115,7 +123,11 @@ class Builder:
         """Encode, reduce, decode; returns the last of them."""
         rank = self.schedule.rank_of[send.stage]
         tasks = [self._busy(ENCODE, replica, rank, send, hop.encode)] if hop.encode else []
-        tasks.append(self._wire(replica, rank, send, hop))
+        slices = max(1, min(MOST_SLICES, math.ceil(hop.wire / self.step.slice))) if self.step.slice else 1
+        piece = hop._replace(wire=hop.wire / slices)
+        tasks += [self._wire(replica, rank, send, piece) for _ in range(slices)]
+        if not replica:
+            self.messages[send] = (tasks[-slices], tasks[-1], hop)
         if hop.decode:
             tasks.append(self._busy(DECODE, replica, rank, send, hop.decode))
         for task in tasks:
@@ -142,7 +154,4 @@ class Builder:
         pool = self.graph.add_pool(("port", replica, self.step.occupies(send)))
         late = send.traffic in (Traffic.GRADIENT, Traffic.EMBEDDING)
         self.about.append(About(WIRE, replica, rank, send))
-        task = self.graph.task(hop.wire, pool, hop.latency, priority=int(late))
-        if not replica:
-            self.messages[send] = (task, hop)
-        return task
+        return self.graph.task(hop.wire, pool, hop.latency, priority=int(late))

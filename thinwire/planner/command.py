@@ -153,7 +153,16 @@ def _steps(plan: Run, wires: list[Wire]) -> list[dict[str, Any]]:
 
 def _show_steps(steps: list[dict[str, Any]], title: str) -> None:
     off, bf16 = (next(s["step_s"] for s in steps if s["wire"] == plain) for plain in ("off", "bf16"))
-    columns = ("wire", "step s", "than off", "than bf16", "first visit s", "sent", "on the wire", "idle")
+    columns = (
+        "wire",
+        "step s",
+        "against off",
+        "against bf16",
+        "first visit s",
+        "sent",
+        "on the wire",
+        "idle",
+    )
     rows = []
     for s in steps:
         gains = [f"{base / s['step_s']:.2f}×" for base in (off, bf16)]
@@ -166,7 +175,7 @@ def _show_steps(steps: list[dict[str, Any]], title: str) -> None:
 def _worth(plan: Run, wire: Wire) -> dict[str, Any]:
     """Say which messages have to be compressed for the step to be as short as this wire can make it."""
     choice, everything = predictions.worth(plan, wire)
-    counts = {}
+    counts: dict[str, Any] = {}
     for traffic in (Traffic.FORWARD, Traffic.BACKWARD):
         picked = sorted((s.stage, s.part) for s in choice.sends if s.traffic is traffic)
         total = sum(s.traffic is traffic for s in choice.result.messages)

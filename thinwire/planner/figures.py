@@ -15,7 +15,7 @@ from thinwire.errors import UsageError
 from thinwire.lab.units import show_rate
 from thinwire.planner.actions import Action, Kind
 from thinwire.planner.build import WIRE
-from thinwire.planner.predict import Curve
+from thinwire.planner.predict import BreakEven, Curve
 from thinwire.planner.simulate import Result, Span
 from thinwire.planner.step import Traffic
 
@@ -144,7 +144,8 @@ def sweep(curves: Sequence[Curve], rates: Sequence[float], title: str) -> Figure
         axes.plot(
             rates, curve.seconds, color=colour, marker=mark, markersize=4, markevery=3, label=_pays(curve)
         )
-        for rate in {found.rate for found in curve.faster_than.values() if found.rate is not None}:
+        rate = _worthy(curve)[1].rate
+        if rate is not None:
             axes.plot(
                 rate, _between(rates, curve.seconds, rate), "o", color=colour, markersize=11, fillstyle="none"
             )
@@ -160,13 +161,18 @@ def sweep(curves: Sequence[Curve], rates: Sequence[float], title: str) -> Figure
     return figure
 
 
-def _pays(curve: Curve) -> str:
-    """The legend's line: up to which rate the wire beats plain bf16, else fp32."""
+def _worthy(curve: Curve) -> tuple[str, BreakEven]:
+    """The plain wire to compare with: bf16 where this one ever beats it, else fp32."""
+    never = BreakEven("never")
     for base in ("bf16", "off"):
-        found = curve.faster_than.get(base)
-        if found is not None and found.side != "never":
-            return f"{curve.wire}: beats {base} {found}"
-    return curve.wire
+        if (found := curve.faster_than.get(base, never)) != never:
+            return base, found
+    return "off", never
+
+
+def _pays(curve: Curve) -> str:
+    base, found = _worthy(curve)
+    return curve.wire if found.side == "never" else f"{curve.wire}: beats {base} {found}"
 
 
 def _between(rates: Sequence[float], seconds: Sequence[float], rate: float) -> float:

@@ -62,6 +62,7 @@ def _step(run: Run, wire: Wire, cold: bool) -> Step:
         _embedding(run, wire),
         wire.fused,
         run.machine,
+        max((hop.wire for hop in hops.values()), default=0.0),
         lambda send: _port(run, send),
     )
 

@@ -42,7 +42,7 @@ class Result:
     step: Step
     timing: graph.Timing = field(repr=False)
     about: list[About] = field(repr=False)
-    hops: dict[Send, tuple[int, Hop]] = field(repr=False)
+    hops: dict[Send, tuple[int, int, Hop]] = field(repr=False)
 
     @property
     def makespan(self) -> float:
@@ -59,8 +59,8 @@ class Result:
         none = 1e-9 * self.makespan
         start, slack = self.timing.start, self.timing.slack
         return {
-            send: Message(send, hop, start[i], max(0.0, slack[i]), slack[i] <= none)
-            for send, (i, hop) in self.hops.items()
+            send: Message(send, hop, start[first], max(0.0, slack[last]), slack[last] <= none)
+            for send, (first, last, hop) in self.hops.items()
         }
 
     def critical(self, traffic: Traffic) -> set[Send]:
@@ -68,12 +68,22 @@ class Result:
         return {s for s, m in self.messages.items() if m.critical and s.traffic is traffic}
 
     def spans(self) -> list[Span]:
+        """Replica 0's tasks; slices of one exchange that follow each other at once are one span."""
         on_path, t = set(self.path), self.timing
-        return [
-            Span(about, t.start[i], t.finish[i], max(0.0, t.slack[i]), i in on_path)
-            for i, about in enumerate(self.about)
-            if not about.replica
-        ]
+        spans: list[Span] = []
+        for i, about in enumerate(self.about):
+            if about.replica:
+                continue
+            span = Span(about, t.start[i], t.finish[i], max(0.0, t.slack[i]), i in on_path)
+            if (
+                spans
+                and spans[-1].about == about
+                and spans[-1][2] == span.start
+                and spans[-1].on_path is span.on_path
+            ):
+                span = span._replace(start=spans.pop().start)
+            spans.append(span)
+        return spans
 
     @cached_property
     def spent(self) -> dict[str, float]:
@@ -101,7 +111,7 @@ class Result:
     def sent(self) -> dict[Traffic, float]:
         """Bytes that leave one pipeline in a step, by kind."""
         total = dict.fromkeys(Traffic, 0.0)
-        for send, (_, hop) in self.hops.items():
+        for send, (_, _, hop) in self.hops.items():
             total[send.traffic] += hop.nbytes
         return total
 

@@ -87,6 +87,7 @@ class Step:
     embedding: Hop | None = None  # between first and last stage
     embedding_fused: bool = False  # waits for their last backward only, not for their reductions
     machine: Machine = Machine()
+    slice: float = 0.0  # seconds a gradient may hold a port at a time; 0: a whole unit
     port: Callable[[Send], Hashable] | None = None  # what a message occupies; None: its rank's port
 
     def occupies(self, send: Send) -> Hashable:

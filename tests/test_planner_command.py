@@ -1,0 +1,265 @@
+"""`thinwire plan`: its tables, files and one-line refusals; and the planner's bytes are the codecs' bytes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire import codecs
+from thinwire.errors import UsageError
+from thinwire.planner import command, network, sizes
+from thinwire.planner.config import Run, read_run
+from thinwire.planner.model import UNIT_BYTES, Model, units, values
+from thinwire.planner.predict import predict, sweep, worth
+from thinwire.planner.presets import PRESETS
+from thinwire.planner.schedule import generate
+from thinwire.planner.settings import preset, read_wire
+from thinwire.planner.step import Traffic
+
+SMALL: dict[str, Any] = {
+    "model": {"layers": 8, "hidden": 64, "seq": 32, "vocab": 500},
+    "mesh": {"dp": 2, "pp": 4},
+    "batch": {"microbatches": 8},
+    "compute": {"forward": "10ms"},
+    "network": {"rate": "10mbit", "latency": "1ms"},
+}
+
+
+def small(**sections: dict[str, Any]) -> Run:
+    return read_run({**SMALL, **{name: {**SMALL.get(name, {}), **table} for name, table in sections.items()}})
+
+
+def plan(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    return command.run(parser.parse_args(words))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    assert plan("--init", str(path)) == 0
+    return path
+
+
+def test_example_runs_and_writes_everything(config: Path, tmp_path: Path, capsys) -> None:
+    names = ("plan.json", "trace.json", "timeline.png", "sweep.png")
+    paths = {name: tmp_path / "made" / name for name in names}
+    words = [str(config), "--rate", "100mbit", "--latency", "5ms", "--json", str(paths["plan.json"])]
+    words += ["--trace", str(paths["trace.json"]), "--timeline", str(paths["timeline.png"])]
+    words += ["--sweep", "rate=100mbit..1gbit", "--figure", str(paths["sweep.png"]), "--actions"]
+    assert plan(*words) == 0
+    shown = capsys.readouterr().out
+    assert all(
+        name in shown for name in [*PRESETS, "forward 0 → 1", "gradient of stage 3", "0SEND_F0", "Worth"]
+    )
+    assert paths["timeline.png"].stat().st_size > 10_000 and paths["sweep.png"].stat().st_size > 10_000
+    document = json.loads(paths["plan.json"].read_text())
+    assert {s["wire"] for s in document["steps"]} == {*PRESETS, "run.toml"}
+    assert document["messages"][0].keys() >= {"bytes", "wire_s", "slack_s", "critical"}
+    assert len(document["sweep"]["curves"]) == len(PRESETS) + 1
+    events = json.loads(paths["trace.json"].read_text())["traceEvents"]
+    path = [e for e in events if e["ph"] == "X" and e["pid"] == 4]
+    end = max(e["ts"] + e["dur"] for e in events if e["ph"] == "X")
+    assert end == pytest.approx(1e6 * document["steps"][-1]["step_s"])
+    assert path[0]["ts"] == 0 and all(e["args"]["critical"] for e in path)
+
+
+def test_example_names_every_key(config: Path) -> None:
+    from thinwire.planner.config import KEYS
+
+    text = config.read_text()
+    for section, keys in KEYS.items():
+        assert f"[{section}]" in text
+        assert all(f"{key} = " in text for key in keys or ()), section
+
+
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ('name = "1F1B"', 'name = "2F2B"', "2F2B.*GPipe"),
+        ("layers = 24", "layers = 3", "4 stages.*3 layers"),
+        ("layers = 24", "layers = -1", "layers = -1"),
+        ("layers = 24", "layer = 24", "layer: no such key; allowed are layers"),
+        ("[batch]", "[bach]", "bach.*allowed are model"),
+        ('rate = "100mbit"', 'rate = "100mb"', "100mb.*mbit"),
+        ('rate = "100mbit"', "rate = -5", "-5"),
+        ('latency = "10ms"', 'latency = "10 parsecs"', "10 parsecs.*ms"),
+        ('forward = "60ms"', 'forward = "-60ms"', "-60ms"),
+        ('forward = "60ms"', "forward = [1, 2]", "2 times for 4 stages"),
+        ("encode = 5.6e9", "encode = 0", "encode = 0"),
+        ("tied = true", 'tied = "yes"', "tied = 'yes'"),
+        ("microbatches = 16", "", "microbatches: missing"),
+        ('codec = "quantize"\nbits = 4', 'codec = "quantise"\nbits = 4', "quantise.*quantize"),
+        ("bits = 4", "bits = 40", "bits.*40"),
+        ("bits = 4", "bit = 4", "bit.*bits"),
+        ('memory = "delta"', 'memory = "beta"', "beta.*delta"),
+        ('select = "slack"', 'select = "some"', "some.*epilogue"),
+        ('collective = "ok_topk"', 'collective = "ring"', "ring.*dense"),
+        ("density = 0.01", "densty = 0.01", "density"),
+        ('sync = "fused"', 'sync = "fuse"', "fuse.*separate"),
+        ("[wire.embedding]", "[wire.embeding]", "embeding.*embedding"),
+        ("pp = 4", "pp = 4\n=", "not TOML"),
+    ],
+)
+def test_bad_input_is_one_line_with_the_value(config: Path, old: str, new: str, words: str) -> None:
+    text = config.read_text()
+    assert old in text
+    config.write_text(text.replace(old, new, 1))
+    with pytest.raises(UsageError, match=words) as caught:
+        plan(str(config))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--rate", "-5mbit"], "-5mbit"),
+        (["--rate", "5"], "'5'"),
+        (["--latency", "soon"], "soon"),
+        (["--sweep", "1mbit..10gbit"], "rate=LOW..HIGH"),
+        (["--sweep", "rate=1gbit..1mbit"], "lower"),
+        (["--timeline", "/proc/none/x.png"], "cannot write"),
+        (["--trace", "/proc/none/x.json"], "cannot write"),
+    ],
+)
+def test_bad_options(config: Path, words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan(str(config), *words)
+
+
+def test_no_file_and_no_overwriting(config: Path) -> None:
+    for words in ((), (str(config) + "x",), ("--init", str(config))):
+        with pytest.raises(UsageError):
+            plan(*words)
+
+
+def test_the_simulator_needs_no_torch() -> None:
+    code = (
+        "import sys, thinwire.planner.simulate, thinwire.planner.critical, thinwire.planner.predict;"
+        "assert not any(m.split('.')[0] == 'torch' for m in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_planned_bytes_are_the_codecs_bytes(name: str) -> None:
+    shape = (2, 33, 48)
+    wire = preset(name)
+    for setting in (wire.forward, wire.backward):
+        planned = sizes.message_bytes(setting, shape)
+        if setting is None:
+            assert planned == 4 * 2 * 33 * 48
+            continue
+        codec, x = codecs.make(codec=setting.name, **setting.args), torch.randn(shape)
+        sent = codec.encode_onto(x, torch.zeros(shape), gate=True) if setting.delta else codec.encode(x)
+        assert planned == sizes.HEADER + sent.numel()
+
+
+def test_quantised_gradients_cost_what_the_codec_says() -> None:
+    wire = read_wire({"gradient": {"collective": "quantized", "bits": 4}})
+    inside, across = sizes.reduction(wire.gradient, [(100, 100), (100,)], 4)
+    assert inside == network.Cost()
+    assert across == network.two_hop(16 + codecs.Quantize(4).nbytes((10_100,), torch.float32), 4)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"collective": "dense"},
+        {"collective": "gather", "codec": {"codec": "topk", "density": 0.01}},
+        {"collective": "topk_allgather", "density": 0.01},
+        {"collective": "topk_dsa", "density": 0.01},
+        {"collective": "gtopk", "density": 0.01},
+        {"collective": "low_rank", "rank": 4},
+        {"collective": "hierarchical", "across": {"collective": "ok_topk", "density": 0.01}},
+    ],
+)
+def test_every_collective_is_planned(table: dict[str, Any]) -> None:
+    run = small(wire={"gradient": table}, network={"ranks_per_site": 4, "inside_rate": "1gbit"})
+    assert run.wire is not None
+    sent = predict(run, run.wire).sent[Traffic.GRADIENT]
+    dense = predict(run, preset("off")).sent[Traffic.GRADIENT]
+    assert 0 < sent <= dense
+
+
+def test_model_parameters_and_units() -> None:
+    model = Model(layers=24, hidden=1024, seq=1024, vocab=50257)
+    total = sum(values(s) for stage in range(4) for s in model.stage(stage, 4)) + model.embedding_values()
+    assert total == 24 * (12 * 1024**2 + 13 * 1024) + (50257 + 1024) * 1024 + 2 * 1024  # GPT-2 medium
+    cut = list(units(model.stage(1, 4)))
+    assert [s for unit in cut for s in unit] == model.stage(1, 4)
+    assert all(4 * sum(map(values, unit)) >= UNIT_BYTES for unit in cut[:-1])
+    assert model.share(5) == [5, 5, 5, 5, 4]
+
+
+def test_faster_networks_and_thinner_wires_are_not_slower() -> None:
+    run = small(compute={"encode": 1e15, "decode": 1e15})
+    seconds = [predict(run.at(rate), preset("off")).makespan for rate in (1e6, 1e7, 1e8, None)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert predict(run, preset("safe")).makespan < predict(run, preset("bf16")).makespan < seconds[1]
+
+
+def test_break_even_lies_where_the_codec_costs_what_it_saves() -> None:
+    run = small(compute={"encode": 5e7, "decode": 5e7})
+    curves = {c.wire: c for c in sweep(run, [preset("off"), preset("safe")], [1e6, 1e7, 1e8, 1e9, 1e10])}
+    found = curves["safe"].faster_than["off"]
+    assert found.side == "below" and found.rate is not None
+    for factor, faster in ((0.9, True), (1.1, False)):
+        there = run.at(found.rate * factor)
+        assert (predict(there, preset("safe")).makespan < predict(there, preset("off")).makespan) == faster
+    assert curves["off"].faster_than == {}
+
+
+def test_cold_deltas_cost_a_plain_message() -> None:
+    run = small()
+    cold, warm = (predict(run, preset("paper-aqsgd"), cold=c).sent[Traffic.FORWARD] for c in (True, False))
+    assert cold == predict(run, preset("off")).sent[Traffic.FORWARD] + 16 * 3 * 8 > warm
+
+
+def test_selected_messages_only() -> None:
+    everything = {"codec": "quantize", "bits": 4}
+    sent = {
+        select: predict(run, run.wire).sent[Traffic.BACKWARD]
+        for select in ("all", "epilogue", "slack")
+        if (run := small(wire={"backward": {**everything, "select": select}})).wire
+    }
+    raw, packed = 4 * 32 * 64, sizes.message_bytes(read_wire({"backward": everything}).backward, (1, 32, 64))
+    assert sent["all"] == 24 * packed
+    assert sent["epilogue"] == (3 + 2 + 1) * packed + (24 - 6) * raw
+    assert sent["all"] <= sent["slack"] < 24 * raw
+
+
+def test_worth_names_the_set() -> None:
+    choice, everything = worth(small(), preset("safe"))
+    assert choice.result.makespan <= everything.makespan * (1 + 1e-9)
+    assert {s.traffic for s in choice.sends} <= {Traffic.FORWARD, Traffic.BACKWARD}
+
+
+def test_sites_cores_csv_and_flops(tmp_path: Path) -> None:
+    from thinwire.planner.actions import write_csv
+
+    far = predict(small(), preset("off")).makespan
+    near = predict(small(network={"ranks_per_site": 4, "inside_rate": "1gbit"}), preset("off")).makespan
+    assert near < far  # the pipeline stays inside, gradients cross
+    crowded = predict(small(compute={"cores": 2}), preset("off"))
+    assert crowded.makespan >= 2 * 4 * 8 * 0.03 / 2 and crowded.makespan > far
+    write_csv(generate("ZBV", 4, 8), tmp_path / "zbv.csv", messages=True)
+    document = {**SMALL, "schedule": {"csv": "zbv.csv"}, "compute": {"flops": 1e9}}
+    run = read_run(document, tmp_path)
+    assert run.schedule.stages == 8 and run.work.forward[-1] > run.work.forward[0] > 0
+    assert predict(run, preset("max")).makespan < predict(run, preset("off")).makespan
+    with pytest.raises(UsageError, match=r"zbv.csv.*pp = 2"):
+        read_run({**document, "mesh": {"dp": 2, "pp": 2}}, tmp_path)
+
+
+def test_example_is_the_shipped_file(config: Path) -> None:
+    assert read_run(tomllib.loads(config.read_text())).pp == 4

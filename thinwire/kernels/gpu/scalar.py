@@ -1,0 +1,121 @@
+"""Elementwise building blocks of the Triton kernels: the random hash, scale codes, rounding without conversions."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+from thinwire.kernels import random, scales
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+INFINITY_BITS = tl.constexpr(0x7F800000)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+# Adding 1.5·2²³ to |t| < 2²² rounds t half to even and leaves the integer in the low bits of the sum.
+ROUNDER = tl.constexpr(12582912.0)
+ROUNDER_BITS = tl.constexpr(0x4B400000)
+GOLDEN, MUL1, MUL2 = (tl.constexpr(c) for c in (random.GOLDEN, random.MUL1, random.MUL2))
+LARGEST, NONFINITE, SIGN = (tl.constexpr(c) for c in (scales.LARGEST, scales.NONFINITE, scales.SIGN))
+# A scale code is (float32 bits >> 17) − EXPONENTS: both are a 9- or 8-bit exponent above six mantissa bits.
+EXPONENTS = tl.constexpr((126 - scales.BIAS) * 64)
+NORMAL_CODE = tl.constexpr((scales.BIAS - 125) * 64)  # the code of 2^-126, the smallest normal float32
+
+
+@triton.jit
+def bits_of(x):
+    """float32 → int32 bits."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    """int32 bits → float32."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widen(x):
+    """float32 of loaded values. bfloat16 by its bits: Triton's interpreter gets denormals wrong."""
+    if x.dtype == tl.bfloat16:
+        return float_of(x.to(tl.uint16, bitcast=True).to(tl.int32) << 16)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """float32 rounded half to even to the stored dtype. The interpreter truncates to bfloat16, hence its own path."""
+    if DTYPE == tl.bfloat16 and INTERPRETED:
+        bits = bits_of(x)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x == x, rounded, 0x7FC0)
+        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def hash32(position, k0, k1):
+    """random.hash32 of int64 positions, as uint32; k0, k1: the seed's keys as int32."""
+    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    h = low * GOLDEN + (high * MUL1 + k0.to(tl.uint32))
+    h = (h ^ (h >> 16)) * MUL1
+    h = h ^ k1.to(tl.uint32) ^ (h >> 15)
+    h = h * MUL2
+    return h ^ (h >> 15)
+
+
+@triton.jit
+def uniform(h):
+    return (h >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+
+
+@triton.jit
+def scale_code(v, limit, NEAREST: tl.constexpr):
+    """scales.nearest_scale, or encode_scale (rounded up), of float32 v > 0; above `limit` it steps down by one."""
+    small = v < 1.1754943508222875e-38  # 2^-126: a denormal is lifted by 2^32, exactly
+    bits = bits_of(tl.where(small, v * 4294967296.0, v))
+    bits += (0xFFFF + ((bits >> 17) & 1)) if NEAREST else 0x1FFFF
+    code = (bits >> 17) - EXPONENTS - tl.where(small, 32 * 64, 0)
+    code = tl.minimum(code, LARGEST)
+    return code - (code > limit).to(tl.int32)
+
+
+@triton.jit
+def block_scale(top, shrink, limit, QMAX: tl.constexpr):
+    """scales.encode_scale of max|x|·shrink; max|x| is given by its bits `top`."""
+    v = tl.math.div_rn(float_of(top) * shrink, QMAX * 1.0)
+    v = float_of(tl.maximum(bits_of(v), 1))  # at least 2^-149, whose bits are 1
+    code = scale_code(v, limit, False)
+    code = tl.where(top == 0, 0, code)
+    return tl.where(top >= INFINITY_BITS, NONFINITE, code)
+
+
+@triton.jit
+def scale_value(code):
+    """scales.decode_scale of int32 codes: a shift of the code's bits, by way of 2^46 where the scale is denormal."""
+    magnitude = code & (SIGN - 1)
+    small = magnitude < NORMAL_CODE
+    bits = (magnitude + tl.where(small, 46 * 64, 0) + EXPONENTS) << 17
+    scale = float_of(bits) * tl.where(small, 1.4210854715202004e-14, 1.0)  # 2^-46
+    scale = tl.where(magnitude == 0, 0.0, tl.where(code >= SIGN, -scale, scale))
+    return tl.where(magnitude > LARGEST, float("nan"), scale)
+
+
+@triton.jit
+def reciprocal(scale):
+    """scales.reciprocal."""
+    magnitude = tl.abs(scale)
+    low, high = magnitude < 8.673617379884035e-19, magnitude > 1.152921504606847e18  # 2^±60
+    lift = tl.where(low, 18446744073709551616.0, tl.where(high, 5.421010862427522e-20, 1.0))  # 2^±64
+    return lift, tl.where(scale == 0.0, 0.0, tl.math.div_rn(1.0, scale * lift))
+
+
+@triton.jit
+def round_even(t):
+    """t rounded half to even, as float, for |t| < 2²²; never −0."""
+    return (t + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def integer(q):
+    """float32 integers, |q| < 2²² → int32. Cheaper than the conversion instruction."""
+    return bits_of(q + ROUNDER) - ROUNDER_BITS

@@ -13,8 +13,8 @@ from typing import Any
 
 from thinwire.errors import UsageError
 from thinwire.lab.errors import LabError, Unavailable
-from thinwire.lab.probe import explain
 from thinwire.lab.ranks import Event
+from thinwire.lab.remedy import explain
 
 ANSWER_SECONDS, END_SECONDS = 30.0, 5.0
 _SLICE = 0.05  # how long one thread keeps the connection from another

@@ -3,7 +3,7 @@
 A process of our own stands between two devices: it takes each packet from one, holds it until its time has
 come and puts it into the other. Raw packet sockets need only capabilities inside our own network namespace,
 so this works without root (a tun device would need a /dev/net/tun that everyone may open). Packets travel
-with their offload header (PACKET_VNET_HDR): a 64 kB bundle that TCP leaves for the "hardware" to cut stays one.
+with their offload header (PACKET_VNET_HDR): a 64 kB bundle that TCP leaves for the card to cut stays one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 _SOL_PACKET, _VNET_HEADER, _IGNORE_OUTGOING = 263, 15, 23
 _ALL_PROTOCOLS = 0x0003
@@ -75,8 +76,8 @@ def open_port(device: str) -> socket.socket:
     return port
 
 
-def relay(lanes: list[Lane], seed: int = 0) -> None:
-    """Run the lanes for ever; the process ends with the lab."""
+def relay(lanes: list[Lane], seed: int = 0) -> NoReturn:
+    """Run the lanes for ever: the life of a process that ends with the lab."""
     chance = random.Random(seed)
     by_source = {lane.source.fileno(): lane for lane in lanes}
     wake = float("inf")

@@ -27,7 +27,7 @@ TIMEOUT = 10.0  # the kernel answers in microseconds; this only keeps a fault fr
 class Traffic:
     """What crossed one device or link, in bytes (headers included) and in packets.
 
-    A packet may be a bundle of up to 64 kB that TCP left for the device to cut; `dropped` counts lost packets.
+    A packet may be a bundle of up to 64 kB that TCP left for the device to cut; `dropped` counts lost ones.
     """
 
     sent: int
@@ -85,9 +85,9 @@ class Netlink:
         """Plug a device into a switch."""
         self._ask(NEW_LINK, 0, _link(index) + attribute(_MASTER, struct.pack("I", bridge)))
 
-    def one_packet_at_a_time(self, index: int) -> None:
-        """No segmentation offload: so that a lost packet is 1500 bytes and not a 64 kB bundle of them."""
-        self._ask(NEW_LINK, 0, _link(index) + attribute(_GSO_MAX_SEGMENTS, struct.pack("I", 1)))
+    def set_bundle(self, index: int, packets: int) -> None:
+        """How many packets TCP may hand to the device as one, for the "card" to cut (1: no such offload)."""
+        self._ask(NEW_LINK, 0, _link(index) + attribute(_GSO_MAX_SEGMENTS, struct.pack("I", packets)))
 
     def set_up(self, index: int, up: bool = True) -> None:
         """Switch a device on or off."""

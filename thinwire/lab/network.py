@@ -228,6 +228,6 @@ class Network:
 
 
 def _variables(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for the ranks; output as it comes, and one thread each unless told otherwise:
-    all hosts share this machine's cores (torchrun does the same)."""
+    """This process's environment for the ranks; output as it comes, and one thread each unless told
+    otherwise: all hosts share this machine's cores (torchrun does the same)."""
     return {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | dict(os.environ) | dict(extra)

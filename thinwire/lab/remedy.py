@@ -1,9 +1,8 @@
-"""What this machine lets the lab do, and what would help where it does not."""
+"""Why a machine refuses a network, and what would help."""
 
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
 from pathlib import Path
 
 _SWITCHES = (
@@ -16,16 +15,6 @@ _SWITCHES = (
         "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0",
     ),
 )
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of `thinwire doctor`."""
-
-    name: str
-    ok: bool
-    detail: str
-    remedy: str = ""
 
 
 def explain(what: str, number: int, text: str) -> str:

@@ -19,6 +19,7 @@ _ETHERNET = 1
 _TICK = 64e-9  # the unit of times in queueing disciplines
 
 BURST_SECONDS, SMALLEST_BURST = 4e-3, 4096  # 500 kB at 1 Gb/s, 50 kB at 100 Mb/s, 16 ms worth at 2 Mb/s
+PACKET, LARGEST_BUNDLE = 1514, 44  # bytes on the wire; packets in the 64 kB that TCP hands over at once
 QUEUE_SECONDS, SMALLEST_QUEUE = 0.2, 128 << 10  # what waits at a busy link before packets are dropped
 _BUCKET, _NETEM, _BELOW_NETEM = 0x10000, 0x20000, 0x20001  # the names 1:, 2: and 2:1
 
@@ -26,6 +27,14 @@ _BUCKET, _NETEM, _BELOW_NETEM = 0x10000, 0x20000, 0x20001  # the names 1:, 2: an
 def burst_bytes(rate: float) -> int:
     """The bucket's size for a rate in bit/s."""
     return max(SMALLEST_BURST, round(rate / 8 * BURST_SECONDS))
+
+
+def bundle_packets(rate: float | None) -> int:
+    """How many packets TCP may hand over as one: what fits the bucket, or the kernel would cut it up first.
+
+    On a lossy link it must be 1 instead: a lost packet is 1500 bytes, not a bundle of them.
+    """
+    return LARGEST_BUNDLE if rate is None else min(LARGEST_BUNDLE, max(1, burst_bytes(rate) // PACKET))
 
 
 def queue_bytes(rate: float) -> int:

@@ -57,8 +57,12 @@ class Topology:
         return {h.name: h.link for h in self.hosts} | (self.sites if len(self.sites) > 1 else {})
 
     @property
+    def lossy(self) -> bool:
+        return any(link.loss for link in self.links.values())
+
+    @property
     def delayed(self) -> bool:
-        return any(link.latency or link.loss for link in self.links.values())
+        return self.lossy or any(link.latency for link in self.links.values())
 
 
 def flat(hosts: int, link: Link, subnet: str = SUBNET) -> Topology:

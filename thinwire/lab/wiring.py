@@ -14,8 +14,8 @@ from pathlib import Path
 
 from thinwire.lab import namespaces
 from thinwire.lab.delay import Lane, open_port, relay
-from thinwire.lab.netlink import Traffic, Netlink, index_of
-from thinwire.lab.shaping import shape
+from thinwire.lab.netlink import Netlink, Traffic, index_of
+from thinwire.lab.shaping import bundle_packets, shape
 from thinwire.lab.topology import Link, Topology
 
 DEVICE = "eth0"  # every host's only way out
@@ -80,8 +80,6 @@ class Wiring:
         namespaces.enter(namespace)
         device = index_of(DEVICE)
         inside.add_address(device, address, self.topology.prefix)
-        if any(other.loss for other in self.topology.links.values()):
-            inside.one_packet_at_a_time(device)
         namespaces.enter(self._core_namespace)
         self.host_namespaces.append(namespace)
         self._connect(name, _Cable(inside, device, above, index_of(above), link), switch)
@@ -114,6 +112,7 @@ class Wiring:
     def _shape(self, cable: _Cable) -> None:
         link = cable.link
         late = self._netem and bool(link.latency or link.loss)
+        cable.below.set_bundle(cable.below_index, 1 if self.topology.lossy else bundle_packets(link.up))
         shape(cable.below, cable.below_index, link.up, link.latency, link.loss, netem=late)
         shape(self._core, cable.above_index, link.down)
 
@@ -122,16 +121,16 @@ class Wiring:
         late = [cable for cable in self._cables.values() if cable.extended]
         if not late:
             return None
-        child = os.fork()
-        if child:
-            return child
-        lanes = []
+        lanes: list[Lane] = []
         for cable in late:
-            assert cable.extended is not None
-            below, above = open_port(cable.above), open_port(cable.extended)
+            below, above = open_port(cable.above), open_port(str(cable.extended))
             lanes += [Lane(below, above, cable.link.latency, cable.link.loss), Lane(above, below, 0.0)]
-        relay(lanes)
-        os._exit(1)
+        child = os.fork()
+        if child == 0:
+            relay(lanes)
+        for lane in lanes:
+            lane.source.close()
+        return child
 
     def set_rate(self, name: str, up: float | None, down: float | None) -> None:
         """Change a link's rates; packets under way stay under way."""

@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from thinwire import codecs
+from thinwire.channel import Channel
+from thinwire.codecs import frame
 from thinwire.errors import UsageError
+from thinwire.memory import Delta, Plain
 from thinwire.planner import command, network, sizes
 from thinwire.planner.config import Run, read_run
 from thinwire.planner.model import UNIT_BYTES, Model, units, values
@@ -22,7 +25,7 @@ from thinwire.planner.predict import predict, sweep, worth
 from thinwire.planner.presets import PRESETS
 from thinwire.planner.schedule import generate
 from thinwire.planner.settings import preset, read_wire
-from thinwire.planner.step import Traffic
+from thinwire.planner.step import Send, Traffic
 
 SMALL: dict[str, Any] = {
     "model": {"layers": 8, "hidden": 64, "seq": 32, "vocab": 500},
@@ -151,24 +154,27 @@ def test_the_simulator_needs_no_torch() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_planned_bytes_are_the_codecs_bytes(name: str) -> None:
-    shape = (2, 33, 48)
-    wire = preset(name)
+def test_planned_bytes_are_sent_bytes(name: str) -> None:
+    """A channel with these settings sends frames of the planned size, on the first visit and after."""
+    shape, wire = (2, 33, 48), preset(name)
+    x = torch.randn(shape)
     for setting in (wire.forward, wire.backward):
-        planned = sizes.message_bytes(setting, shape)
         if setting is None:
-            assert planned == 4 * 2 * 33 * 48
+            assert sizes.message_bytes(setting, shape) == x.numel() * x.element_size()
             continue
-        codec, x = codecs.make(codec=setting.name, **setting.args), torch.randn(shape)
-        sent = codec.encode_onto(x, torch.zeros(shape), gate=True) if setting.delta else codec.encode(x)
-        assert planned == sizes.HEADER + sent.numel()
+        cold = codecs.make(**setting.cold) if setting.cold else None
+        memory = Delta(cold=cold) if setting.delta else Plain()
+        channel = Channel(codecs.make(codec=setting.name, **setting.args), memory)
+        for visit in range(2):
+            sent = channel.send([7, 8] if setting.delta else "boundary", x)
+            assert sizes.message_bytes(setting, shape, cold=visit == 0) == sent.numel()
 
 
 def test_quantised_gradients_cost_what_the_codec_says() -> None:
     wire = read_wire({"gradient": {"collective": "quantized", "bits": 4}})
     inside, across = sizes.reduction(wire.gradient, [(100, 100), (100,)], 4)
     assert inside == network.Cost()
-    assert across == network.two_hop(16 + codecs.Quantize(4).nbytes((10_100,), torch.float32), 4)
+    assert across == network.two_hop(codecs.Quantize(4).nbytes((10_100,), torch.float32), 4)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +228,11 @@ def test_break_even_lies_where_the_codec_costs_what_it_saves() -> None:
 def test_cold_deltas_cost_a_plain_message() -> None:
     run = small()
     cold, warm = (predict(run, preset("paper-aqsgd"), cold=c).sent[Traffic.FORWARD] for c in (True, False))
-    assert cold == predict(run, preset("off")).sent[Traffic.FORWARD] + 16 * 3 * 8 > warm
+    assert (
+        cold
+        == predict(run, preset("off")).sent[Traffic.FORWARD] + 3 * 8 * (16 + frame.bitmap_bytes(1))
+        > warm
+    )
 
 
 def test_selected_messages_only() -> None:
@@ -236,6 +246,17 @@ def test_selected_messages_only() -> None:
     assert sent["all"] == 24 * packed
     assert sent["epilogue"] == (3 + 2 + 1) * packed + (24 - 6) * raw
     assert sent["all"] <= sent["slack"] < 24 * raw
+
+
+def test_tied_embedding_costs_its_closed_form() -> None:
+    values_bytes, run = 4 * 500 * 64, small()
+    apart = predict(run, read_wire({"embedding": {"sync": "separate"}})).messages
+    fused = predict(run, read_wire({"embedding": {"sync": "fused"}})).messages
+    between = Send(Traffic.EMBEDDING, 0, 0)
+    own = apart[Send(Traffic.GRADIENT, 0, 1)].hop.nbytes + apart[between].hop.nbytes
+    assert own == network.embedding_separate(values_bytes, 2).nbytes
+    assert fused[between].hop.nbytes == network.embedding_fused(values_bytes, 2).nbytes
+    assert Send(Traffic.GRADIENT, 0, 1) not in fused
 
 
 def test_worth_names_the_set() -> None:

@@ -65,9 +65,9 @@ def test_two_hop_low_rank_and_gather(b: Fraction, p: int) -> None:
 
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_hierarchical_sends_a_share_across(p: int) -> None:
-    inside, across = network.hierarchical(Fraction(800), p, lambda share: network.dense_ring(share, 2))
-    assert inside == network.dense_ring(Fraction(800), p)
-    assert across.nbytes == Fraction(800, p)
+    inside, across = network.hierarchical(Fraction(800), p, lambda share: network.dense_ring(4 * share, 2))
+    assert inside == network.dense_ring(Fraction(3200), p)
+    assert across.nbytes == Fraction(3200, p)
 
 
 def test_alone_nothing_is_sent() -> None:

@@ -21,7 +21,7 @@ from thinwire.planner.step import Hop, Machine, Send, Step, Traffic, Work
 
 FORWARD, BACKWARD, GRADIENT = Traffic.FORWARD, Traffic.BACKWARD, Traffic.GRADIENT
 
-# methods/optimus-cc: P=4, M=16, F=1, B=2 a rank, hop 0.2, 40× compression.
+# An independent simulation of torch's lists: P=4, M=16, F=1, B=2 a rank, hop 0.2, 40× compression.
 # base, free network, all backward, epilogue only, forward and backward; backward sends without slack, of all
 EXPOSURE = {
     ("1F1B", 1): (62.6, 57.0, 59.9, 62.0, 57.1, 23, 48),
@@ -171,9 +171,6 @@ def test_cores_are_shared() -> None:
     assert twice.makespan >= 2 * busy
     apart = simulate(replace(step, machine=Machine(1, ranks=1, replicas=2)))
     assert apart.makespan == simulate(step).makespan
-
-
-times = st.floats(0.0, 4.0)
 
 
 @st.composite

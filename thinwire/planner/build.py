@@ -20,6 +20,7 @@ from thinwire.planner.graph import NONE, Graph
 from thinwire.planner.step import Hop, Send, Step, Traffic
 
 MOST_SLICES = 32  # of one unit
+BEGUN, FRESH = 1, 2  # at a port, after pipeline messages: units begun, then units not begun
 COMPUTE, ENCODE, WIRE, DECODE = "compute", "encode", "wire", "decode"
 
 
@@ -125,7 +126,7 @@ class Builder:
         tasks = [self._busy(ENCODE, replica, rank, send, hop.encode)] if hop.encode else []
         slices = max(1, min(MOST_SLICES, math.ceil(hop.wire / self.step.slice))) if self.step.slice else 1
         piece = hop._replace(wire=hop.wire / slices)
-        tasks += [self._wire(replica, rank, send, piece) for _ in range(slices)]
+        tasks += [self._wire(replica, rank, send, piece, FRESH if at == 0 else BEGUN) for at in range(slices)]
         if not replica:
             self.messages[send] = (tasks[-slices], tasks[-1], hop)
         if hop.decode:
@@ -150,8 +151,7 @@ class Builder:
         self.about.append(About(what, replica, rank, subject))
         return self.graph.task(seconds, pool)
 
-    def _wire(self, replica: int, rank: int, send: Send, hop: Hop) -> int:
+    def _wire(self, replica: int, rank: int, send: Send, hop: Hop, priority: int = 0) -> int:
         pool = self.graph.add_pool(("port", replica, self.step.occupies(send)))
-        late = send.traffic in (Traffic.GRADIENT, Traffic.EMBEDDING)
         self.about.append(About(WIRE, replica, rank, send))
-        return self.graph.task(hop.wire, pool, hop.latency, priority=int(late))
+        return self.graph.task(hop.wire, pool, hop.latency, priority)

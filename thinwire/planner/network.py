@@ -146,9 +146,11 @@ def low_rank(left: float, right: float, p: int) -> Cost:
     return dense_ring(left, p) + dense_ring(right, p)
 
 
-def hierarchical(nbytes: float, inside: int, across: Callable[[float], Cost]) -> tuple[Cost, Cost]:
-    """(inside, across): ring reduce-scatter and all-gather inside a site; each rank sends a share across."""
-    return dense_ring(nbytes, inside), across(nbytes / inside)
+def hierarchical(
+    n: float, inside: int, across: Callable[[float], Cost], word: float = 4
+) -> tuple[Cost, Cost]:
+    """(inside, across): dense ring inside a site, around which each rank takes n/inside values across."""
+    return dense_ring(word * n, inside), across(n / inside)
 
 
 def embedding_separate(nbytes: float, d: int) -> Cost:

@@ -1,11 +1,12 @@
 """Bytes on the wire, asked of the codecs themselves: the planner keeps no size formula of its own.
 
-A message is a 16-byte header and the codec's bytes; wire off, it is the bare fp32 tensor.
+A message is a frame (codecs/frame.py) around the codec's bytes; wire off, it is the bare fp32 tensor.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, Protocol
@@ -15,7 +16,6 @@ from thinwire.planner.model import Shape, values
 from thinwire.planner.network import Cost
 from thinwire.planner.settings import Setting, plain_name
 
-HEADER = 16
 FP32 = 4
 
 
@@ -41,15 +41,21 @@ def _fp32() -> Any:
 
 
 def message_bytes(setting: Setting | None, shape: Shape, cold: bool = False) -> int:
-    """A pipeline message of this shape; `cold`: on the first visit of its samples."""
+    """A pipeline message of this shape, its first dimension the samples; `cold`: on their first visit.
+
+    Delta memory is kept by sample: every row is coded by itself, and a bitmap says which are warm.
+    """
     if setting is None:
         return FP32 * values(shape)
-    if cold and setting.delta:
-        return HEADER + (coded(build(setting.cold), shape) if setting.cold else FP32 * values(shape))
+    frame = importlib.import_module("thinwire.codecs.frame")
     codec = build({"codec": setting.name, **setting.args})
-    return HEADER + (
-        codec.nbytes_onto(shape, _fp32(), setting.gate) if setting.delta else coded(codec, shape)
-    )
+    if not setting.delta:
+        return int(frame.BYTES + coded(codec, shape))
+    if cold:
+        row = coded(build(setting.cold), shape[1:]) if setting.cold else FP32 * values(shape[1:])
+    else:
+        row = codec.nbytes_onto(shape[1:], _fp32(), setting.gate)
+    return int(frame.BYTES + frame.bitmap_bytes(shape[0]) + shape[0] * row)
 
 
 def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: int = 1) -> tuple[Cost, Cost]:
@@ -63,8 +69,9 @@ def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: 
     if setting.name == "hierarchical":
         rest = dict(setting.args["across"])
         across = Setting(plain_name(rest.pop("collective")), rest)
-        share: list[Shape] = [(-(-n // inside),)]
-        return network.dense_ring(FP32 * n, inside), reduction(across, share, ranks // inside)[1]
+        return network.hierarchical(
+            n, inside, lambda n: reduction(across, [(math.ceil(n),)], ranks // inside)[1]
+        )
     if setting.name == "lowrank":
         return Cost(), _low_rank(setting.args["rank"], shapes, ranks)
     if "density" in setting.args:
@@ -75,7 +82,7 @@ def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: 
         else setting.args["codec"]
     )
     form = network.gather if setting.name == "gather" else network.two_hop
-    return Cost(), form(HEADER + coded(build(table), (n,)), ranks)
+    return Cost(), form(coded(build(table), (n,)), ranks)
 
 
 def _sparse(setting: Setting, n: int, ranks: int) -> Cost:

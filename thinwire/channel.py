@@ -26,8 +26,7 @@ from thinwire.memory.stats import Stats
 from thinwire.memory.store import Key
 from thinwire.memory.visit import EXACT, Visits
 
-TYPICAL = 128  # values; a codec that is refused for this few and for many is refused at once
-MANY = 2**20
+FEW, MANY = 16, 2**20  # values; a codec that is refused for both is refused at once, others when they meet a size
 
 
 class Channel:
@@ -39,7 +38,7 @@ class Channel:
         self.codec, self.memory, self.seed, self.name = codec, memory or Plain(), seed, name
         if not isinstance(codec, Codec) and not hasattr(codec, "exchange"):
             raise UsageError(f"a channel takes a codec or a collective, not {codec!r}")
-        if isinstance(codec, Codec) and (codec.omega(TYPICAL) or 0) >= 1:
+        if isinstance(codec, Codec) and (codec.omega(FEW) or 0) >= 1:
             self.memory.check(codec, MANY)
         self.ledger = Ledger(self.memory)
         self.collective_state: dict[Key, dict[str, Tensor]] = {}

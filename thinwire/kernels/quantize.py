@@ -93,12 +93,18 @@ def choose_scales(blocks: Tensor, bits: int, mse: bool, dtype: torch.dtype) -> t
         negative = (blocks.amax(dim=1) < absmax) & roomy
         absmax = absmax * torch.where(roomy, best_shrink(blocks, absmax, negative, bits), 1)
     if dtype == torch.float64:
-        mantissa, exponent = torch.frexp(absmax / qmax(bits))
-        scale = torch.ldexp(torch.ceil(mantissa * 128) / 128, exponent) * torch.where(negative, -1, 1)
-        return scale, scale.contiguous().view(torch.uint8)
+        return double_scales(absmax / qmax(bits), negative, bits)
     code = scales.encode_scale(absmax, qmax(bits), torch.finfo(dtype).max)
     code = torch.where(negative & (code > 0) & (code != scales.NONFINITE), code + scales.SIGN, code)
     return scales.decode_scale(code), scales.to_bytes(code)
+
+
+def double_scales(v: Tensor, negative: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """float64 scales, also of 7 significant bits, rounded up unless qmax·s would overflow."""
+    mantissa, exponent = torch.frexp(v)
+    up, down = (torch.ldexp(m / 128, exponent) for m in (torch.ceil(mantissa * 128), torch.floor(mantissa * 128)))
+    scale = torch.where((up * qmax(bits)).isinf() & v.isfinite(), down, up) * torch.where(negative, -1, 1)
+    return scale, scale.contiguous().view(torch.uint8)
 
 
 def best_shrink(blocks: Tensor, absmax: Tensor, negative: Tensor, bits: int) -> Tensor:

@@ -18,12 +18,13 @@ BIAS = 149
 NONFINITE = 0xFFFF
 LARGEST = (128 + BIAS) * 64 + 63
 SIGN = 1 << 15
-TINY = 2.0**-149
+TINY, NORMAL = 2.0**-149, 2.0**-126
 
 
 def encode_scale(absmax: Tensor, qmax: float, fmax: float) -> Tensor:
     """int32 codes of the smallest scale s ≥ absmax/qmax, stepped down where qmax·s would exceed `fmax`."""
     v = (absmax / qmax).clamp(min=TINY)
+    v = torch.where((v < NORMAL) & (v * qmax < absmax), v + TINY, v)  # a denormal quotient may have rounded down
     mantissa, exponent = torch.frexp(v)
     code = (exponent + BIAS) * 64 + torch.ceil(mantissa * 128).to(torch.int32) - 64
     code = code.clamp(max=LARGEST)

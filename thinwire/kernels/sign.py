@@ -32,7 +32,10 @@ def encode_sign(x: Tensor, block: int, impl: str | None = None) -> Tensor:
     count = torch.full_like(total, block)
     if x.numel() % block:
         count[-1] = x.numel() % block
-    mean = (safe.double() * total.double() / (count.double() * GRID)).to(blocks.dtype)
+    if x.dtype == torch.float64:
+        mean = safe * (total.double() / (count.double() * GRID))
+    else:
+        mean = (safe.double() * total.double() / (count.double() * GRID)).float()
     mean = torch.where(torch.isfinite(blocks).all(dim=1), torch.where(absmax > 0, mean, 0.0), torch.nan)
     packed = bitpack.pack((x < 0).to(torch.uint8), 1, "reference")
     pad = packed.new_zeros(codes_bytes(x.numel(), 1) - packed.numel())

@@ -9,11 +9,11 @@ from numba.extending import intrinsic, overload
 
 from thinwire.kernels.cpu.compile import OPTIONS, inline
 from thinwire.kernels.random import GOLDEN, MUL1, MUL2
-from thinwire.kernels.scales import BIAS, LARGEST, NONFINITE, SIGN, TINY
+from thinwire.kernels.scales import BIAS, LARGEST, NONFINITE, NORMAL, SIGN, TINY
 
 INFINITY_BITS = np.int32(0x7F800000)
 MAGNITUDE = np.int32(0x7FFFFFFF)
-TINIEST = np.float32(TINY)
+TINIEST, SMALLEST_NORMAL = np.float32(TINY), np.float32(NORMAL)
 
 
 @intrinsic
@@ -135,7 +135,10 @@ def block_scale(absmax_bits, shrink, qmax, fmax):
         return np.int32(0)
     if absmax_bits >= INFINITY_BITS:
         return np.int32(NONFINITE)
-    v = max(as_float(absmax_bits) * np.float32(shrink) / np.float32(qmax), TINIEST)
+    absmax = as_float(absmax_bits) * np.float32(shrink)
+    v = max(absmax / np.float32(qmax), TINIEST)
+    if v < SMALLEST_NORMAL and v * np.float32(qmax) < absmax:
+        v += TINIEST
     code = scale_code(v, False)
     if scale_value(code) * np.float32(qmax) > fmax:
         code -= np.int32(1)

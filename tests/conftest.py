@@ -1,0 +1,14 @@
+"""Shared test settings: no deadlines (compilation is slow once), reproducible examples, small thread pools."""
+
+import os
+
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "thinwire", deadline=None, derandomize=True, max_examples=60, print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+settings.register_profile("long", parent=settings.get_profile("thinwire"), max_examples=1000, derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "thinwire"))
+torch.set_num_threads(2)

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_planner_schedule import schedules
 
-from tests.test_planner_schedule import schedules
 from thinwire.planner.actions import Action, Kind, Schedule
 from thinwire.planner.build import COMPUTE, WIRE
 from thinwire.planner.critical import choose, epilogue, gradient_stages, mixed

@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument("--hosts", type=int, metavar="N", help="how many hosts (2 unless told)")
+    run.add_argument("--hosts", metavar="N", help="how many hosts (2 unless told)")
     run.add_argument(
         "--rate", help="of every host's link, both ways, such as 100mbit (unlimited unless told)"
     )
@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--subnet", default=SUBNET, help="the hosts' addresses (%(default)s), seen by them alone"
     )
-    run.add_argument("--per-host", type=int, default=1, metavar="K", help="processes per host (1)")
+    run.add_argument("--per-host", default="1", metavar="K", help="processes per host (1)")
     run.add_argument(
         "--preload",
         metavar="MODULES",
@@ -75,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             "no program: write it after --, as in `thinwire lab run --hosts 4 -- python train.py`"
         )
-    limit = parse_time(args.timeout, "timeout")
+    limit, per_host = parse_time(args.timeout, "timeout"), _count(args.per_host, "per-host")
     preload = [name for name in (args.preload or "").split(",") if name]
     with Network(**_shape(args), subnet=args.subnet, preload=preload, patience=args.patience) as net:
         for note in net.notes:
             print(f"note: {note}", file=sys.stderr)
-        job = net.start(args.command, per_host=args.per_host, fork=bool(preload))
+        job = net.start(args.command, per_host=per_host, fork=bool(preload))
         status, problem = _wait(net, job, limit)
         traffic, seconds = job.traffic(), job.seconds
     if problem:
@@ -93,10 +93,19 @@ def run(args: argparse.Namespace) -> int:
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
     """The network's arguments, as far as given; a topology file excludes the others."""
     names = ("hosts", "rate", "up", "down", "latency", "loss")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.topology is not None and given:
         raise UsageError(f"--topology says all about the network; leave out --{next(iter(given))}")
+    if "hosts" in given:
+        given["hosts"] = _count(given["hosts"], "hosts")
     return given if args.topology is None else {"topology": args.topology}
+
+
+def _count(text: str, what: str) -> int:
+    """A whole number from 1; read here and not by argparse, whose complaint is longer than a line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{what} {text!r}: allowed is a whole number from 1")
+    return int(text)
 
 
 def _wait(net: Network, job: Job, limit: float) -> tuple[int, str]:

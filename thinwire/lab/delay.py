@@ -8,6 +8,8 @@ with their offload header (PACKET_VNET_HDR): a 64 kB bundle that TCP leaves for 
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import select
 import socket
@@ -65,7 +67,42 @@ class Lane:
         return float("inf")
 
 
-def open_port(device: str) -> socket.socket:
+def start_relay(links: list[tuple[str, str, float, float]]) -> int:
+    """Fork a relay for links given as (device below, device above, delay up, loss up); its process id.
+
+    It keeps nothing else of this process open, and is at work when this returns.
+    """
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _be_relay(links, tell)
+    os.close(tell)
+    answer = os.read(told, 4)
+    os.close(told)
+    if not answer or int(answer):
+        number = int(answer or errno.ECHILD)
+        raise OSError(number, f"packet sockets: {os.strerror(number)}")
+    return child
+
+
+def _be_relay(links: list[tuple[str, str, float, float]], tell: int) -> NoReturn:
+    os.dup2(tell, 3)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # low numbers are free again: `select` takes none above 1023
+    lanes: list[Lane] = []
+    try:
+        for device_below, device_above, delay, loss in links:
+            below, above = _open_port(device_below), _open_port(device_above)
+            lanes += [Lane(below, above, delay, loss), Lane(above, below, 0.0)]
+        os.write(3, b"0")
+        os.close(3)
+        _relay(lanes)
+    except OSError as error:
+        os.write(3, str(error.errno).encode())
+    finally:
+        os._exit(1)
+
+
+def _open_port(device: str) -> socket.socket:
     """A raw socket on a device, seeing what arrives there and not what we put in."""
     port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC, 0)
     port.setsockopt(_SOL_PACKET, _VNET_HEADER, 1)
@@ -76,7 +113,7 @@ def open_port(device: str) -> socket.socket:
     return port
 
 
-def relay(lanes: list[Lane], seed: int = 0) -> NoReturn:
+def _relay(lanes: list[Lane], seed: int = 0) -> NoReturn:
     """Run the lanes for ever: the life of a process that ends with the lab."""
     chance = random.Random(seed)
     by_source = {lane.source.fileno(): lane for lane in lanes}

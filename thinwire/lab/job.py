@@ -85,9 +85,10 @@ class Job:
     def wait(self, timeout: float = 600.0) -> Results:
         """Until every rank has ended; raises `RankFailed` if one failed and `LabTimeout` if time runs out."""
         if not self.watch(timeout):
-            running = [seat.label for seat in self.seats if seat.rank not in self._statuses]
+            running = ", ".join(seat.label for seat in self.seats if seat.rank not in self._statuses)
+            message = f"still running after {self.seconds:.0f} s, and stopped: {running}"
             self.stop()
-            raise LabTimeout(f"still running after {timeout:g} s, and stopped: {', '.join(running)}")
+            raise LabTimeout(message)
         return self.results()
 
     def results(self) -> Results:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import resource
 import select
 import selectors
 import sys
@@ -111,6 +112,8 @@ class Keeper:
 
     def do_build(self, topology: Topology, patience: float) -> dict[str, Any]:
         """Make the network; says how, and what could not be done."""
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a host takes two descriptors, a rank three
         namespaces.private_mounts()
         namespaces.show_processes()
         late = topology.delayed
@@ -133,8 +136,8 @@ class Keeper:
         for module in modules:
             try:
                 importlib.import_module(module)
-            except ImportError as error:
-                raise UsageError(f"cannot preload {module!r}: {error}") from None
+            except Exception as error:
+                raise UsageError(f"cannot preload {module!r}: {type(error).__name__}: {error}") from None
         gc.freeze()  # so that a collection in a rank does not copy what it shares with the others
 
     def do_start(self, program: Program, per_host: int) -> None:

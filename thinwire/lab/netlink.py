@@ -13,12 +13,14 @@ import struct
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
-NEW_LINK, GET_LINK, NEW_ADDRESS, NEW_QDISC, DELETE_QDISC = 16, 18, 20, 36, 37
+NEW_LINK, GET_LINK, NEW_ADDRESS, NEW_NEIGHBOUR, NEW_QDISC, DELETE_QDISC = 16, 18, 20, 28, 36, 37
 REQUEST, ACK, DUMP, EXCLUSIVE, CREATE, REPLACE = 0x1, 0x4, 0x300, 0x200, 0x400, 0x100
 _ERROR, _DONE = 2, 3
-_IFNAME, _MASTER, _LINKINFO, _STATS64, _NET_NS_FD, _GSO_MAX_SEGMENTS = 3, 10, 18, 23, 28, 40
+_MAC, _IFNAME, _MASTER, _LINKINFO, _STATS64, _NET_NS_FD, _GSO_MAX_SEGMENTS = 1, 3, 10, 18, 23, 28, 40
 _INFO_KIND, _INFO_DATA, _VETH_PEER = 1, 2, 1
 _UP = 1
+_DESTINATION, _STATION = 1, 2  # a neighbour's address and its MAC
+_PERMANENT, _NO_ARP, _AT_SWITCH = 0x80, 0x40, 0x04
 _HEADER, _LINK, _ADDRESS = struct.Struct("IHHII"), struct.Struct("BxHiII"), struct.Struct("BBBBi")
 TIMEOUT = 10.0  # the kernel answers in microseconds; this only keeps a fault from becoming a hang
 
@@ -69,11 +71,15 @@ class Netlink:
         info = attribute(_LINKINFO, attribute(_INFO_KIND, b"bridge"))
         self._ask(NEW_LINK, CREATE | EXCLUSIVE, _link() + attribute(_IFNAME, _text(name)) + info)
 
-    def add_cable(self, name: str, peer: str, peer_namespace: int | None = None) -> None:
+    def add_cable(
+        self, name: str, peer: str, peer_namespace: int | None = None, peer_mac: bytes = b""
+    ) -> None:
         """A veth pair: what goes in at one end comes out at the other, maybe in another namespace."""
         far = _link() + attribute(_IFNAME, _text(peer))
         if peer_namespace is not None:
             far += attribute(_NET_NS_FD, struct.pack("I", peer_namespace))
+        if peer_mac:
+            far += attribute(_MAC, peer_mac)
         info = attribute(_INFO_KIND, b"veth") + attribute(_INFO_DATA, attribute(_VETH_PEER, far))
         self._ask(
             NEW_LINK,
@@ -99,9 +105,22 @@ class Netlink:
         head = _ADDRESS.pack(socket.AF_INET, prefix, 0, 0, index)
         self._ask(NEW_ADDRESS, CREATE | EXCLUSIVE, head + attribute(1, packed) + attribute(2, packed))
 
+    def add_neighbours(self, index: int, neighbours: Iterable[tuple[str, bytes]]) -> None:
+        """Tell a host who is where, so that it need not ask: the kernel's table of answers is small and is
+        shared by all namespaces (64 hosts overflow it), and questions would be counted as traffic."""
+        head = _neighbour(socket.AF_INET, index, _PERMANENT, 0)
+        for address, mac in neighbours:
+            where = attribute(_DESTINATION, socket.inet_aton(address)) + attribute(_STATION, mac)
+            self._ask(NEW_NEIGHBOUR, CREATE | REPLACE, head + where)
+
+    def add_station(self, port: int, mac: bytes) -> None:
+        """Tell a switch behind which port a host is, so that it never floods."""
+        head = _neighbour(socket.AF_BRIDGE, port, _NO_ARP, _AT_SWITCH)
+        self._ask(NEW_NEIGHBOUR, CREATE | REPLACE, head + attribute(_STATION, mac))
+
     def set_qdisc(self, index: int, handle: int, parent: int, body: bytes) -> None:
-        """Put a queueing discipline (kind and options already packed) on a device, replacing one in place."""
-        self._ask(NEW_QDISC, CREATE | REPLACE, _queue(index, handle, parent) + body)
+        """Put a queueing discipline (kind and options already packed) on a device."""
+        self._ask(NEW_QDISC, CREATE | EXCLUSIVE, _queue(index, handle, parent) + body)
 
     def delete_qdisc(self, index: int, parent: int) -> None:
         """Back to the device's own queue; fine where there was none."""
@@ -158,6 +177,10 @@ def _text(name: str) -> bytes:
 
 def _link(index: int = 0, flags: int = 0, change: int = 0) -> bytes:
     return _LINK.pack(socket.AF_UNSPEC, 0, index, flags, change)
+
+
+def _neighbour(family: int, index: int, state: int, flags: int) -> bytes:
+    return struct.pack("BxxxiHBB", family, index, state, flags, 0)
 
 
 def _queue(index: int, handle: int, parent: int) -> bytes:

@@ -65,9 +65,7 @@ class Network:
         else:
             given = {"rate": rate, "up": up, "down": down}
             table: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-            self.topology = flat(
-                hosts, make_link(table | {"latency": latency, "loss": loss}, "the links'"), subnet
-            )
+            self.topology = flat(hosts, make_link(table | {"latency": latency, "loss": loss}, ""), subnet)
         self.preload = tuple(preload)
         self._patience = parse_time(patience, "patience")
         self._rates: dict[str, Link] = dict(self.topology.links)
@@ -158,12 +156,14 @@ class Network:
             self._preload()
             return Function(call, main, variables, folder)
         words = [str(word) for word in (*program, *arguments)]
-        if not words or shutil.which(words[0], path=variables[0].get("PATH")) is None:
-            raise UsageError(f"no such command: {words[0] if words else '(none)'}")
         if fork:
             words = python_words(words)
             self._preload()
             return PythonProgram(words, variables, folder)
+        if words and words[0] in ("python", "python3"):
+            words[0] = sys.executable  # the one that has what we have, as with torchrun
+        if not words or shutil.which(words[0], path=variables[0].get("PATH")) is None:
+            raise UsageError(f"no such command: {words[0] if words else '(none)'}")
         return Command(words, variables, folder)
 
     def _preload(self) -> None:
@@ -190,7 +190,7 @@ class Network:
         }
         if not table:
             raise UsageError("set_rate needs a rate, up or down")
-        new = make_link(table, f"link {name}", old)
+        new = make_link(table, f"link {name} ", old)
         self.ask("rate", name, new.up, new.down)
         self._rates[name] = new
 

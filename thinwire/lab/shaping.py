@@ -52,14 +52,14 @@ def shape(
 ) -> None:
     """Set what leaves a device: at most `rate` bit/s (None: unlimited) and, with netem, late and with losses.
 
-    With netem the rate's bucket hangs below it: packets wait for their latency, then for tokens.
+    With netem the rate's bucket hangs below it: packets wait for their latency, then for tokens. What waits
+    in an old queue is lost: a bundle larger than the new bucket would wait there for ever.
     """
+    netlink.delete_qdisc(index, ROOT)
     if netem:
         netlink.set_qdisc(index, _NETEM, ROOT, _netem(latency, loss, rate))
     if rate is not None:
         netlink.set_qdisc(index, _BUCKET, _BELOW_NETEM if netem else ROOT, _token_bucket(rate))
-    elif not netem:
-        netlink.delete_qdisc(index, ROOT)
 
 
 def _token_bucket(rate: float) -> bytes:

@@ -42,6 +42,11 @@ class Host:
     site: str
     link: Link
 
+    @property
+    def mac(self) -> bytes:
+        """Its Ethernet address, derived from the other one (02: locally administered)."""
+        return b"\x02\x00" + ipaddress.IPv4Address(self.address).packed
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -86,28 +91,29 @@ def load(path: str | Path, subnet: str = SUBNET) -> Topology:
 
 
 def make_link(table: dict[str, Any], where: str, default: Link | None = None) -> Link:
-    """A link from `rate` (both ways) or `up` and `down`, `latency` and `loss`, over a default."""
+    """A link from `rate` (both ways) or `up` and `down`, `latency` and `loss`, over a default; `where` is
+    what error messages put before the key."""
     default = default or Link()
-    both = table.get("rate")
     return Link(
-        up=parse_rate(table.get("up", both), f"{where} up") if _has(table, "up") else default.up,
-        down=parse_rate(table.get("down", both), f"{where} down") if _has(table, "down") else default.down,
+        up=_rate(table, "up", where, default.up),
+        down=_rate(table, "down", where, default.down),
         latency=_latency(table["latency"], where) if "latency" in table else default.latency,
-        loss=parse_loss(table["loss"], f"{where} loss") if "loss" in table else default.loss,
+        loss=parse_loss(table["loss"], f"{where}loss") if "loss" in table else default.loss,
     )
 
 
 LINK_KEYS = {"rate", "up", "down", "latency", "loss"}
 
 
-def _has(table: dict[str, Any], direction: str) -> bool:
-    return direction in table or "rate" in table
+def _rate(table: dict[str, Any], direction: str, where: str, default: float | None) -> float | None:
+    key = direction if direction in table else "rate"
+    return parse_rate(table[key], f"{where}{key}") if key in table else default
 
 
 def _latency(value: Any, where: str) -> float:
-    seconds = parse_time(value, f"{where} latency")
+    seconds = parse_time(value, f"{where}latency")
     if seconds > LONGEST_LATENCY:
-        raise UsageError(f"{where} latency {value!r}: allowed is up to {LONGEST_LATENCY:g}s")
+        raise UsageError(f"{where}latency {value!r}: allowed is up to {LONGEST_LATENCY:g}s")
     return seconds
 
 
@@ -119,7 +125,7 @@ def _from_table(table: dict[str, Any], subnet: str) -> Topology:
     inside, uplinks = {}, {}
     for name, site in sites.items():
         _known(site, LINK_KEYS | {"uplink"}, f"site {name}")
-        inside[name] = make_link(site, f"site {name}")
+        inside[name] = make_link(site, f"site {name} ")
         uplinks[name] = _uplink(site, name)
     entries = table.get("hosts", [])
     if not isinstance(entries, list) or not entries:
@@ -135,7 +141,7 @@ def _uplink(site: dict[str, Any], name: str) -> Link:
     if isinstance(uplink, str):
         uplink = {"rate": uplink}
     _known(uplink, LINK_KEYS, f"site {name} uplink")
-    return make_link(uplink, f"site {name} uplink")
+    return make_link(uplink, f"site {name} uplink ")
 
 
 def _hosts(
@@ -158,7 +164,7 @@ def _hosts(
         )
     first = sum(1 for _, where, _ in placed if where == site)
     names = [name] if name is not None else [f"{site}-{first + i}" for i in range(count)]
-    return [(n, site, make_link(entry, f"host {n}", inside[site])) for n in names]
+    return [(n, site, make_link(entry, f"host {n} ", inside[site])) for n in names]
 
 
 def _number(placed: list[tuple[str, str, Link]], uplinks: dict[str, Link], subnet: str) -> Topology:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from thinwire.lab import namespaces
-from thinwire.lab.delay import Lane, open_port, relay
+from thinwire.lab.delay import start_relay
 from thinwire.lab.netlink import Netlink, Traffic, index_of
 from thinwire.lab.shaping import bundle_packets, shape
-from thinwire.lab.topology import Link, Topology
+from thinwire.lab.topology import Host, Link, Topology
 
 DEVICE = "eth0"  # every host's only way out
 _CORE = "core"
@@ -31,7 +31,8 @@ class _Cable:
     above: str
     above_index: int
     link: Link
-    extended: str | None = None  # the device behind the user-space delay, where there is one
+    plug: str  # the device in the upper switch: the one above, unless a user-space delay stands between
+    extended: str | None = None  # the far side of that delay
 
 
 class Wiring:
@@ -45,6 +46,7 @@ class Wiring:
         self._core_namespace = _new_network()
         self._core = Netlink()
         self._build()
+        self._introduce()
 
     def _build(self) -> None:
         several = len(self.topology.sites) > 1
@@ -56,7 +58,16 @@ class Wiring:
                 self._uplink(number, site, link)
         numbers = {site: number for number, site in enumerate(self.topology.sites)}
         for number, host in enumerate(self.topology.hosts):
-            self._host(number, host.name, host.address, f"site{numbers[host.site]}", host.link)
+            self._host(number, host, f"site{numbers[host.site]}")
+
+    def _introduce(self) -> None:
+        """Tell every switch where every host is. Hosts know each other from the start."""
+        several = len(self.topology.sites) > 1
+        for host in self.topology.hosts:
+            self._core.add_station(index_of(self._cables[host.name].plug), host.mac)
+            for number, site in enumerate(self.topology.sites if several else ()):
+                port = self._cables[site].plug if site == host.site else f"down{number}"
+                self._core.add_station(index_of(port), host.mac)
 
     def _switch(self, name: str) -> None:
         self._core.add_bridge(name)
@@ -65,24 +76,26 @@ class Wiring:
     def _uplink(self, number: int, site: str, link: Link) -> None:
         above, below = f"up{number}", f"down{number}"
         self._core.add_cable(above, below)
-        cable = _Cable(self._core, index_of(below), above, index_of(above), link)
+        cable = _Cable(self._core, index_of(below), above, index_of(above), link, plug=above)
         self._core.attach(index_of(below), index_of(f"site{number}"))
         self._connect(site, cable, _CORE)
 
-    def _host(self, number: int, name: str, address: str, switch: str, link: Link) -> None:
+    def _host(self, number: int, host: Host, switch: str) -> None:
         namespace = _new_network()
         inside = Netlink()
         inside.set_up(index_of("lo"))
         self._give_up_after(self._patience)
         namespaces.enter(self._core_namespace)
         above = f"host{number}"
-        self._core.add_cable(above, DEVICE, namespace)
+        self._core.add_cable(above, DEVICE, namespace, host.mac)
         namespaces.enter(namespace)
         device = index_of(DEVICE)
-        inside.add_address(device, address, self.topology.prefix)
+        inside.add_address(device, host.address, self.topology.prefix)
         namespaces.enter(self._core_namespace)
         self.host_namespaces.append(namespace)
-        self._connect(name, _Cable(inside, device, above, index_of(above), link), switch)
+        cable = _Cable(inside, device, above, index_of(above), host.link, plug=above)
+        self._connect(host.name, cable, switch)
+        inside.add_neighbours(device, ((h.address, h.mac) for h in self.topology.hosts if h is not host))
 
     def _give_up_after(self, seconds: float) -> None:
         """In the host just entered, TCP reports a dead link after about `seconds` of unanswered retries.
@@ -99,13 +112,12 @@ class Wiring:
     def _connect(self, name: str, cable: _Cable, switch: str) -> None:
         """Plug a cable's upper end into a switch, through a delay where the kernel has none, and shape it."""
         self._cables[name] = cable
-        plug = cable.above
         if (cable.link.latency or cable.link.loss) and not self._netem:
-            cable.extended, plug = f"late{len(self._cables)}", f"plug{len(self._cables)}"
-            self._core.add_cable(cable.extended, plug)
-        for device in {cable.above, cable.extended or cable.above, plug}:
+            cable.extended, cable.plug = f"late{len(self._cables)}", f"plug{len(self._cables)}"
+            self._core.add_cable(cable.extended, cable.plug)
+        for device in {cable.above, cable.extended or cable.above, cable.plug}:
             self._core.set_up(index_of(device))
-        self._core.attach(index_of(plug), index_of(switch))
+        self._core.attach(index_of(cable.plug), index_of(switch))
         self._shape(cable)
         cable.below.set_up(cable.below_index)
 
@@ -117,23 +129,14 @@ class Wiring:
         shape(self._core, cable.above_index, link.down)
 
     def start_delays(self) -> int | None:
-        """Fork the process that delays packets in user space, if any link needs it; its process id."""
-        late = [cable for cable in self._cables.values() if cable.extended]
+        """Start the process that delays packets in user space, if any link needs it; its process id."""
+        late = [c for c in self._cables.values() if c.extended is not None]
         if not late:
             return None
-        lanes: list[Lane] = []
-        for cable in late:
-            below, above = open_port(cable.above), open_port(str(cable.extended))
-            lanes += [Lane(below, above, cable.link.latency, cable.link.loss), Lane(above, below, 0.0)]
-        child = os.fork()
-        if child == 0:
-            relay(lanes)
-        for lane in lanes:
-            lane.source.close()
-        return child
+        return start_relay([(c.above, str(c.extended), c.link.latency, c.link.loss) for c in late])
 
     def set_rate(self, name: str, up: float | None, down: float | None) -> None:
-        """Change a link's rates; packets under way stay under way."""
+        """Change a link's rates; what waits in its queue is lost, and TCP sends it again."""
         cable = self._cables[name]
         cable.link = replace(cable.link, up=up, down=down)
         self._shape(cable)

@@ -1,4 +1,4 @@
-"""The fused activation delta in Triton: x and h are read once; codes, scales, gate bits and mirror written once."""
+"""The fused activation delta in Triton: one pass reads x and h, and writes message and new mirror."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How the Triton kernels are launched: on the tensors' own device, without fused multiply-adds.
 
-`enable_fp_fusion=False` keeps a product and a sum two roundings, as on the CPU. The kernels divide with `div_rn`:
-Triton's plain `/` on float32 is approximate on the card. Denormals are kept (no flush to zero in either).
+`enable_fp_fusion=False` keeps a product and a sum two roundings, as on the CPU. The kernels divide with
+`div_rn`: Triton's plain `/` on float32 is approximate on the card. Denormals are kept, never flushed to zero.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 
-TILE = 4096  # values a program handles: 32 a thread at four warps, enough loads in flight to fill the memory bus
+TILE = 4096  # values a program handles: 32 a thread at four warps, enough loads in flight to fill the bus
 
 
 def launch(kernel, programs, first, *args, warps=4, **constants):

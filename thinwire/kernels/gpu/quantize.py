@@ -1,4 +1,4 @@
-"""Block-scaled quantisation in Triton: a tile of blocks a program, x read once, codes and scales written once."""
+"""Block-scaled quantisation in Triton: each program reads a tile of blocks once and writes its message."""
 
 from __future__ import annotations
 
@@ -13,19 +13,29 @@ from thinwire.kernels import scales
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import TILE, launch, signed, tiling
 from thinwire.kernels.gpu.scalar import (
-    INFINITY_BITS, MAGNITUDE, SIGN, bits_of, block_scale, float_of, hash32, integer, reciprocal, round_even,
-    scale_value, uniform,
+    INFINITY_BITS,
+    MAGNITUDE,
+    SIGN,
+    bits_of,
+    block_scale,
+    float_of,
+    hash32,
+    integer,
+    reciprocal,
+    round_even,
+    scale_value,
+    uniform,
 )  # fmt: skip
 from thinwire.kernels.random import split
 
 NEAREST, STOCHASTIC, LEAST_SQUARES = (tl.constexpr(mode) for mode in range(3))
 GRID, SHRINKS = tl.constexpr(float(layout.GRID)), tl.constexpr(layout.SHRINKS)
-SEARCH_TILE = 1024  # the search is bound by arithmetic and unrolled: a small tile compiles in a quarter of the time
+SEARCH_TILE = 1024  # the search is bound by arithmetic and unrolled: a small tile compiles four times faster
 
 
 @triton.jit
 def best_shrink(x, extreme, QMAX: tl.constexpr, TABLE: tl.constexpr):
-    """layout.best_shrink; extreme: float32[ROWS], the largest magnitude with its sign; TABLE: the candidates."""
+    """layout.best_shrink; extreme: float32[ROWS], max|x| with its sign; TABLE: the candidates."""
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
     t = round_even(tl.math.div_rn(x, extreme[:, None]) * GRID)
@@ -48,12 +58,10 @@ def quantize_tile(
     x, start, limit, half, k0, k1,
     QMAX: tl.constexpr, MODE: tl.constexpr, BLOCK: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """float32[ROWS, COLUMNS] → (signed codes as float32, scale codes, scales). A block with NaN or Inf gets zeros."""
+    """x: float32[ROWS, COLUMNS] → (signed codes as float32, scale codes, scales). NaN or Inf: zeros."""
     bits = bits_of(x)
     top = tl.max(bits & MAGNITUDE, axis=1)
-    most: tl.constexpr = QMAX * 1.0
     if MODE == LEAST_SQUARES:
-        most = QMAX + 1.0
         roomy = float_of(top) <= half  # false for NaN
         negative = roomy & (tl.max(bits, axis=1) != top)  # as signed integers: is +max absent?
         extreme = tl.where(roomy & (top > 0), float_of(top), 1.0)
@@ -71,7 +79,11 @@ def quantize_tile(
         low = near - (near > t).to(tl.float32)
         position = start + tiles.offsets(x.shape[0], x.shape[1], BLOCK)
         t = low + (uniform(hash32(position, k0, k1)) < t - low).to(tl.float32)
-    return round_even(tl.minimum(tl.maximum(t, -QMAX * 1.0), most)), code, scale
+    if MODE == LEAST_SQUARES:
+        t = tl.minimum(t, tl.where(roomy, QMAX + 1.0, QMAX * 1.0)[:, None])
+    else:
+        t = tl.minimum(t, QMAX * 1.0)
+    return round_even(tl.maximum(t, -QMAX * 1.0)), code, scale
 
 
 @triton.jit

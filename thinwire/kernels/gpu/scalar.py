@@ -1,4 +1,4 @@
-"""Elementwise building blocks of the Triton kernels: the random hash, scale codes, rounding without conversions."""
+"""Elementwise building blocks of the Triton kernels: dtypes, rounding, the random hash, scale codes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ ROUNDER = tl.constexpr(12582912.0)
 ROUNDER_BITS = tl.constexpr(0x4B400000)
 GOLDEN, MUL1, MUL2 = (tl.constexpr(c) for c in (random.GOLDEN, random.MUL1, random.MUL2))
 LARGEST, NONFINITE, SIGN = (tl.constexpr(c) for c in (scales.LARGEST, scales.NONFINITE, scales.SIGN))
+NORMAL_BITS = tl.constexpr(0x00800000)  # bits of 2^-126, the smallest normal float32
 # A scale code is (float32 bits >> 17) − EXPONENTS: both are a 9- or 8-bit exponent above six mantissa bits.
 EXPONENTS = tl.constexpr((126 - scales.BIAS) * 64)
-NORMAL_CODE = tl.constexpr((scales.BIAS - 125) * 64)  # the code of 2^-126, the smallest normal float32
+NORMAL_CODE = tl.constexpr((scales.BIAS - 125) * 64)  # the code of 2^-126
 
 
 @triton.jit
@@ -43,8 +44,8 @@ def widen(x):
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
-    """float32 rounded half to even to the stored dtype. The interpreter truncates to bfloat16, hence its own path."""
-    if DTYPE == tl.bfloat16 and INTERPRETED:
+    """float32 rounded half to even to the stored dtype. The interpreter truncates to bfloat16: own path."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = bits_of(x)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x == x, rounded, 0x7FC0)
@@ -70,9 +71,9 @@ def uniform(h):
 
 @triton.jit
 def scale_code(v, limit, NEAREST: tl.constexpr):
-    """scales.nearest_scale, or encode_scale (rounded up), of float32 v > 0; above `limit` it steps down by one."""
-    small = v < 1.1754943508222875e-38  # 2^-126: a denormal is lifted by 2^32, exactly
-    bits = bits_of(tl.where(small, v * 4294967296.0, v))
+    """scales.nearest_scale, or encode_scale (rounded up), of v > 0; one less where above `limit`."""
+    small = bits_of(v) < NORMAL_BITS
+    bits = bits_of(tl.where(small, v * 4294967296.0, v))  # a denormal is lifted by 2^32, exactly
     bits += (0xFFFF + ((bits >> 17) & 1)) if NEAREST else 0x1FFFF
     code = (bits >> 17) - EXPONENTS - tl.where(small, 32 * 64, 0)
     code = tl.minimum(code, LARGEST)
@@ -82,16 +83,17 @@ def scale_code(v, limit, NEAREST: tl.constexpr):
 @triton.jit
 def block_scale(top, shrink, limit, QMAX: tl.constexpr):
     """scales.encode_scale of max|x|·shrink; max|x| is given by its bits `top`."""
-    v = tl.math.div_rn(float_of(top) * shrink, QMAX * 1.0)
-    v = float_of(tl.maximum(bits_of(v), 1))  # at least 2^-149, whose bits are 1
-    code = scale_code(v, limit, False)
+    absmax = float_of(top) * shrink
+    bits = tl.maximum(bits_of(tl.math.div_rn(absmax, QMAX * 1.0)), 1)  # at least 2^-149, whose bits are 1
+    rounded_down = (bits < NORMAL_BITS) & (float_of(bits) * QMAX < absmax)
+    code = scale_code(float_of(bits + rounded_down.to(tl.int32)), limit, False)
     code = tl.where(top == 0, 0, code)
     return tl.where(top >= INFINITY_BITS, NONFINITE, code)
 
 
 @triton.jit
 def scale_value(code):
-    """scales.decode_scale of int32 codes: a shift of the code's bits, by way of 2^46 where the scale is denormal."""
+    """scales.decode_scale of int32 codes: their bits shifted, by way of 2^46 where the scale is denormal."""
     magnitude = code & (SIGN - 1)
     small = magnitude < NORMAL_CODE
     bits = (magnitude + tl.where(small, 46 * 64, 0) + EXPONENTS) << 17

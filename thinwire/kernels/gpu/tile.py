@@ -1,7 +1,7 @@
 """Tiles of whole blocks: int or float [ROWS, COLUMNS], the first BLOCK columns in use, at row `tile · ROWS`.
 
-Tiles inside the tensor take the path FULL, without masks: only then are loads and stores 16 bytes wide. The last
-tile, and every tile of a block that is no power of two, takes the masked path.
+Tiles inside the tensor take the path FULL, without masks: only then are loads and stores 16 bytes wide. The
+last tile, and every tile of a block that is no power of two, takes the masked path.
 """
 
 from __future__ import annotations
@@ -26,14 +26,34 @@ def inside(start, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
+def load(
+    source, start, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr
+):
+    """The source's dtype [ROWS, COLUMNS]; zero outside."""
+    place = source + start + offsets(ROWS, COLUMNS, BLOCK)
+    if FULL:
+        return tl.load(place)
+    return tl.load(place, mask=inside(start, n, ROWS, COLUMNS, BLOCK), other=0)
+
+
+@triton.jit
+def store(
+    target, values, start, n,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    place = target + start + offsets(ROWS, COLUMNS, BLOCK)
+    if FULL:
+        tl.store(place, values)
+    else:
+        tl.store(place, values, mask=inside(start, n, ROWS, COLUMNS, BLOCK))
+
+
+@triton.jit
 def read(
     source, start, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr
 ):
     """float32[ROWS, COLUMNS]; zero outside."""
-    place = source + start + offsets(ROWS, COLUMNS, BLOCK)
-    if FULL:
-        return widen(tl.load(place))
-    return widen(tl.load(place, mask=inside(start, n, ROWS, COLUMNS, BLOCK), other=0.0))
+    return widen(load(source, start, n, ROWS, COLUMNS, BLOCK, FULL))
 
 
 @triton.jit
@@ -41,12 +61,19 @@ def write(
     target, values, start, n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile in the target's own dtype, rounded half to even."""
-    place, values = target + start + offsets(ROWS, COLUMNS, BLOCK), narrow(values, target.dtype.element_ty)
-    if FULL:
-        tl.store(place, values)
+    """Store a float32 tile in the target's own dtype, rounded half to even."""
+    store(target, narrow(values, target.dtype.element_ty), start, n, ROWS, COLUMNS, BLOCK, FULL)
+
+
+@triton.jit
+def read_run(source, start, n, SIZE: tl.constexpr):
+    """SIZE values in the source's dtype from `start`; zero beyond n."""
+    place = start + tl.arange(0, SIZE)
+    if start + SIZE <= n:
+        values = tl.load(source + place)
     else:
-        tl.store(place, values, mask=inside(start, n, ROWS, COLUMNS, BLOCK))
+        values = tl.load(source + place, mask=place < n, other=0)
+    return values
 
 
 @triton.jit
@@ -74,8 +101,11 @@ def pack(
             left = tl.minimum(size - tile * (ROWS * BLOCK // 8 * BITS), ROWS * BLOCK * BITS).to(tl.int32)
             used = (tl.arange(0, COLUMNS // 8) < BLOCK // 8)[None, :]
             for i in tl.static_range(BITS):
-                byte = (words >> (8 * i)).to(tl.uint8)
-                tl.store(wire + group * BITS + i, byte, mask=used & (group * BITS + i < left))
+                place, byte = group * BITS + i, (words >> (8 * i)).to(tl.uint8)
+                if FULL:
+                    tl.store(wire + place, byte)
+                else:
+                    tl.store(wire + place, byte, mask=used & (place < left))
 
 
 @triton.jit
@@ -83,7 +113,7 @@ def unpack(
     wire, tile, size, BITS: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """The inverse: int32[ROWS, COLUMNS]. ALIGNED: the wire may be read in words (a message can lie anywhere)."""
+    """The inverse: int32[ROWS, COLUMNS]. ALIGNED: the wire may be read in words (a message lies anywhere)."""
     wire += tile * (ROWS * BLOCK // 8 * BITS)
     if BITS == 8 and FULL:
         return tl.load(wire + offsets(ROWS, COLUMNS, BLOCK)).to(tl.int32)
@@ -97,7 +127,11 @@ def unpack(
         used = (tl.arange(0, COLUMNS // 8) < BLOCK // 8)[None, :]
         words = tl.zeros([ROWS, COLUMNS // 8], tl.uint32 if BITS <= 4 else tl.uint64)
         for i in tl.static_range(BITS):
-            byte = tl.load(wire + group * BITS + i, mask=used & (group * BITS + i < left), other=0)
+            place = group * BITS + i
+            if FULL:
+                byte = tl.load(wire + place)
+            else:
+                byte = tl.load(wire + place, mask=used & (place < left), other=0)
             words |= byte.to(words.dtype) << (8 * i)
     eights = (words[:, :, None] >> (tl.arange(0, 8) * BITS)[None, None, :]) & ((1 << BITS) - 1)
     return tl.reshape(eights, [ROWS, COLUMNS]).to(tl.int32)

@@ -1,0 +1,51 @@
+"""The checksum in Triton: 64-bit products summed in halves per program, programs added by integer atomics."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from thinwire.kernels import checksum as layout
+from thinwire.kernels.gpu.launch import launch, signed
+from thinwire.kernels.gpu.scalar import hash32
+from thinwire.kernels.random import split
+
+WORDS = 8192  # 32-bit words a program sums
+PRIME = tl.constexpr(layout.PRIME)
+
+
+@triton.jit
+def _words(data, first, size, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
+    """uint32[WORDS] from word `first`; bytes beyond the end are zero."""
+    word = first + tl.arange(0, WORDS)
+    if ALIGNED and 4 * (first + WORDS) <= size:
+        words = tl.load(data.to(tl.pointer_type(tl.uint32)) + word)
+    else:
+        words = tl.zeros([WORDS], tl.uint32)
+        for i in tl.static_range(4):
+            byte = tl.load(data + 4 * word + i, mask=4 * word + i < size, other=0)
+            words |= byte.to(tl.uint32) << (8 * i)
+    return words
+
+
+@triton.jit(do_not_specialize=["size", "k0", "k1"])
+def _weighted_sum(data, total, size, k0, k1, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * WORDS
+    words = _words(data, first, size, WORDS, ALIGNED)
+    h = hash32(first + tl.arange(0, WORDS), k0, k1).to(tl.uint64)
+    product = words.to(tl.uint64) * (1 + tl.where(h >= PRIME - 1, h - (PRIME - 1), h))
+    low, high = tl.sum(product & 0xFFFFFFFF), tl.sum(product >> 32)
+    reduced = (high * 5 + low) % PRIME  # 2³² ≡ 5; both sums are below 2⁴⁵
+    tl.atomic_add(total, reduced.to(tl.int64), sem="relaxed")
+
+
+def weighted_sum(data):
+    """The sum up to a multiple of the prime: programs add residues, the caller reduces."""
+    data = data.contiguous()
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    programs = triton.cdiv(data.numel(), 4 * WORDS)
+    keys = map(signed, split(layout.SEED))
+    aligned = data.data_ptr() % 4 == 0
+    launch(_weighted_sum, programs, data, total, data.numel(), *keys, WORDS=WORDS, ALIGNED=aligned, warps=8)
+    return total

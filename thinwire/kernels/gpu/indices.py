@@ -1,0 +1,124 @@
+"""Elias–Fano and bitmap index coding in Triton. Encoding sets bits by atomics; decoding counts, then writes.
+
+The message is one little-endian bit stream: low parts from bit 0, the high bit vector from byte `cut`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from thinwire.kernels.bits import packed_bytes
+from thinwire.kernels.gpu.launch import launch
+from thinwire.kernels.indices import elias_fano_bytes, low_bits
+
+SIZE = 1024  # indices, or bytes of a bit vector, a program handles
+
+
+@triton.jit(do_not_specialize=["k", "base"])
+def _encode(index, wire, k, base, LOW: tl.constexpr, RANKED: tl.constexpr, SIZE: tl.constexpr):
+    """Set bit base + (index >> LOW) (+ rank, if RANKED), and put the LOW bits below at rank · LOW."""
+    words = wire.to(tl.pointer_type(tl.uint32))
+    rank = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = rank < k
+    value = tl.load(index + rank, mask=inside, other=0)
+    position = base + (value >> LOW) + (rank if RANKED else 0)
+    one = tl.full([SIZE], 1, tl.uint32) << (position & 31).to(tl.uint32)
+    tl.atomic_or(words + (position >> 5), one, mask=inside, sem="relaxed")
+    for first in tl.static_range(0, LOW, 16):  # 16 bits at a time: shifted by up to 31 they touch two words
+        place = rank * LOW + first
+        part = (value >> first) & ((1 << (LOW - first if LOW - first < 16 else 16)) - 1)
+        part = part << (place & 31)
+        tl.atomic_or(words + (place >> 5), part.to(tl.uint32), mask=inside, sem="relaxed")
+        over = (part >> 32).to(tl.uint32)
+        tl.atomic_or(words + (place >> 5) + 1, over, mask=inside & (over != 0), sem="relaxed")
+
+
+@triton.jit
+def _ones(byte):
+    """How many bits of an int32 below 256 are set."""
+    pairs = byte - ((byte >> 1) & 0x55)
+    fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+    return (fours + (fours >> 4)) & 0x0F
+
+
+@triton.jit(do_not_specialize=["size"])
+def _count(wire, counts, size, SIZE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    byte = tl.load(wire + place, mask=place < size, other=0).to(tl.int32)
+    tl.store(counts + tl.program_id(0), tl.sum(_ones(byte)).to(tl.int64))
+
+
+@triton.jit
+def _low_part(wire, rank, mask, LOW: tl.constexpr):
+    """The LOW bits at bit rank · LOW."""
+    first = rank * LOW
+    held = tl.zeros_like(rank)
+    for i in tl.static_range((LOW + 14) // 8):
+        place = (first >> 3) + i
+        needed = mask & (place * 8 < first + LOW)
+        held |= tl.load(wire + place, mask=needed, other=0).to(tl.int64) << (8 * i)
+    return (held >> (first & 7)) & ((1 << LOW) - 1)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _place(high, lows, ends, index, size, LOW: tl.constexpr, RANKED: tl.constexpr, SIZE: tl.constexpr):
+    """index[rank] of every set bit; ends: ones up to and including each program's bytes."""
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    place = start + tl.arange(0, SIZE)
+    byte = tl.load(high + place, mask=place < size, other=0).to(tl.int32)
+    ones = _ones(byte)
+    before = tl.load(ends + tl.program_id(0)) - tl.sum(ones)
+    bit = tl.arange(0, 8)[None, :]
+    rank = (before + tl.cumsum(ones, axis=0) - ones)[:, None] + _ones(byte[:, None] & ((1 << bit) - 1))
+    mask = (byte[:, None] >> bit) & 1 == 1
+    value = place[:, None] * 8 + bit
+    if RANKED:
+        value = (value - rank) << LOW
+    if LOW > 0:
+        value |= _low_part(lows, rank, mask, LOW)
+    tl.store(index + rank, value, mask=mask)
+
+
+def encode_bitmap(index, n):
+    return _encoded(index, packed_bytes(n, 1), 0, 0, False)
+
+
+def encode_elias_fano(index, n):
+    cut, rest = elias_fano_bytes(n, index.numel())
+    return _encoded(index, cut + rest, cut * 8, low_bits(n, index.numel()), True)
+
+
+def _encoded(index, size, base, low, ranked):
+    wire = torch.zeros(
+        (size + 3) // 4 * 4, dtype=torch.uint8, device=index.device
+    )  # atomics work on whole words
+    k = index.numel()
+    programs = triton.cdiv(k, SIZE)
+    launch(_encode, programs, index.contiguous(), wire, k, base, LOW=low, RANKED=ranked, SIZE=SIZE)
+    return wire[:size]
+
+
+def decode_bitmap(wire, n, k):
+    return _decoded(wire.contiguous(), 0, k, 0, False)
+
+
+def decode_elias_fano(wire, n, k):
+    return _decoded(wire.contiguous(), elias_fano_bytes(n, k)[0], k, low_bits(n, k), True)
+
+
+def _decoded(wire, cut, k, low, ranked):
+    """One host synchronisation: the number of ones. Where it is not k, the caller refuses the message."""
+    high = wire[cut:]
+    programs = triton.cdiv(high.numel(), SIZE)
+    counts = torch.empty(programs, dtype=torch.int64, device=wire.device)
+    launch(_count, programs, high, counts, high.numel(), SIZE=SIZE)
+    ends = counts.cumsum(dim=0)
+    found = int(ends[-1])
+    index = torch.empty(found, dtype=torch.int64, device=wire.device)
+    if found == k:
+        launch(
+            _place, programs, high, wire, ends, index, high.numel(), LOW=low, RANKED=ranked, SIZE=SIZE,
+        )  # fmt: skip
+    return index

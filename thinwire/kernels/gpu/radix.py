@@ -1,0 +1,97 @@
+"""The k-th largest magnitude in Triton: 11 leading bits, then 10, then 10, without a host synchronisation.
+
+The first histogram counts a tile inside the chip, over a window of 16 octaves below the tile's largest value;
+smaller values, rarely there, take another round. The refining ones see few values, those that share the
+leading bits, and add them straight to the table in memory, all but the smallest and largest bin of the tile:
+zeros, and tensors of few values, would queue at one address.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from thinwire.kernels.gpu import tile as tiles
+from thinwire.kernels.gpu.launch import launch
+from thinwire.kernels.gpu.scalar import MAGNITUDE, bits_of, widen
+from thinwire.kernels.select import BINS, HISTOGRAM_SHIFT
+
+SIZE = 4096  # values a program handles
+WINDOW = 128  # bins counted at a time, eight to an octave
+REFINE = 10  # bits resolved by each refining histogram
+STEPS = {torch.float32: 2}  # refining histograms; the 16-bit dtypes have nothing in the last ten bits
+
+
+@triton.jit(do_not_specialize=["n"])
+def _histogram(x, counts, n, SHIFT: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr):
+    """counts[|x| bits >> SHIFT] += 1."""
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    inside = start + tl.arange(0, SIZE) < n
+    bins = (bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE) >> SHIFT
+    tl.atomic_add(counts, tl.sum((inside & (bins == 0)).to(tl.int32)).to(tl.int64), sem="relaxed")
+    top = tl.max(bins)  # bins beyond n hold zeros
+    while top > 0:
+        low = tl.maximum(top - (WINDOW - 1), 1)
+        found = tl.histogram(bins - low, WINDOW, mask=(bins >= low) & (bins <= top))
+        place = low + tl.arange(0, WINDOW)
+        tl.atomic_add(counts + place, found.to(tl.int64), mask=found > 0, sem="relaxed")
+        top = tl.max(tl.where(bins < low, bins, 0))
+
+
+@triton.jit(do_not_specialize=["n"])
+def _refine(x, counts, state, n, SHIFT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """counts[(|x| bits >> SHIFT) mod 2^WIDTH] += 1 for the values whose bits before those are state[0]."""
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    bits = bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE
+    match = (start + tl.arange(0, SIZE) < n) & ((bits >> (SHIFT + WIDTH)) == tl.load(state).to(tl.int32))
+    bins = (bits >> SHIFT) & ((1 << WIDTH) - 1)
+    least, most = tl.min(tl.where(match, bins, 1 << WIDTH)), tl.max(tl.where(match, bins, -1))
+    if most >= 0:
+        smallest = tl.sum((match & (bins == least)).to(tl.int32)).to(tl.int64)
+        tl.atomic_add(counts + least, smallest, sem="relaxed")
+        if most > least:
+            largest = tl.sum((match & (bins == most)).to(tl.int32)).to(tl.int64)
+            tl.atomic_add(counts + most, largest, sem="relaxed")
+            between = match & (bins > least) & (bins < most)
+            tl.atomic_add(counts + bins, tl.full([SIZE], 1, tl.int64), mask=between, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["k"])
+def _narrow(counts, state, k, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Append the bin that holds the k-th largest to the bits state[0]; state[1]: its rank inside that bin."""
+    bins = tl.arange(0, 1 << WIDTH)
+    count = tl.load(counts + bins)
+    rank = k if FIRST else tl.load(state + 1)
+    prefix = 0 if FIRST else tl.load(state)
+    at_or_above = tl.sum(count) - tl.cumsum(count, axis=0) + count
+    place = tl.sum((at_or_above >= rank).to(tl.int32)) - 1
+    tl.store(state, (prefix << WIDTH) | place)
+    tl.store(state + 1, rank - tl.sum(tl.where(bins > place, count, 0)))
+
+
+def histogram(x):
+    counts = torch.zeros(BINS, dtype=torch.int64, device=x.device)
+    _count_leading(x, counts)
+    return counts
+
+
+def _count_leading(x, counts):
+    n = x.numel()
+    launch(_histogram, triton.cdiv(n, SIZE), x, counts, n, SHIFT=HISTOGRAM_SHIFT, WINDOW=WINDOW, SIZE=SIZE)
+
+
+def kth_bits(x, k):
+    """(int64[2] on the device: the k-th largest magnitude's bits without the last `low`, and how many of the
+    entries equal to it belong to the k largest; low)."""
+    steps = STEPS.get(x.dtype, 1)
+    counts = torch.zeros(BINS + (steps << REFINE), dtype=torch.int64, device=x.device)
+    state = torch.empty(2, dtype=torch.int64, device=x.device)
+    _count_leading(x, counts)
+    launch(_narrow, 1, counts, state, k, FIRST=True, WIDTH=31 - HISTOGRAM_SHIFT, warps=8)
+    low, n = HISTOGRAM_SHIFT, x.numel()
+    for step in range(steps):
+        table, low = counts[BINS + (step << REFINE) :], low - REFINE
+        launch(_refine, triton.cdiv(n, SIZE), x, table, state, n, SHIFT=low, WIDTH=REFINE, SIZE=SIZE)
+        launch(_narrow, 1, table, state, k, FIRST=False, WIDTH=REFINE)
+    return state, low

@@ -139,7 +139,7 @@ def round_codes(blocks: Tensor, scale: Tensor, bits: int, mse: bool, uniform: Te
     else:
         low = torch.floor(t)
         t = low + (uniform.reshape(t.shape) < t - low)
-    return t.clamp(-qmax(bits), qmax(bits) + mse).nan_to_num(0)
+    return t.clamp(-qmax(bits), qmax(bits) + mse).nan_to_num(0) + 0.0  # −0 becomes 0, as it arrives
 
 
 def assemble(codes: Tensor, tail: Tensor, bits: int) -> Tensor:

@@ -56,7 +56,7 @@ class RamStore:
     def unpack(self, entry: Entry) -> Tensor:
         if self.dtype == "int8":
             return EIGHT_BIT.decode(entry.data, entry.shape, torch.float32)
-        return entry.data
+        return entry.data.view(entry.shape)
 
     def mirror_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a value of `dtype` is worked on: what `unpack` gives."""

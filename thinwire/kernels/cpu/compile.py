@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 from torch import Tensor
 
+PARALLEL_VALUES = 1 << 16  # below this many values one thread does it all
 HUGE_BYTES, PAGE, MADV_HUGEPAGE = 4 << 20, 4096, 14
 CHUNK_BLOCKS = 64  # blocks a loop iteration handles: enough work to share among threads, small enough for L1
 
@@ -55,11 +57,16 @@ def inline(function: Callable) -> Any:
 
 
 def parallel(function: Callable) -> Any:
-    """Compile a kernel whose `prange` loops run on as many threads as torch uses (`torch.set_num_threads`)."""
+    """Compile a kernel whose `prange` loops run on as many threads as torch uses (`torch.set_num_threads`).
+
+    Small arrays stay on the calling thread: waking another costs more than it saves, and far more on a busy machine.
+    """
     compiled = numba.njit(parallel=True, **OPTIONS)(function)
 
     def call(*args: Any) -> Any:
-        numba.set_num_threads(max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)))
+        small = all(a.size < PARALLEL_VALUES for a in args if isinstance(a, np.ndarray))
+        threads = 1 if small else min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+        numba.set_num_threads(threads)
         return compiled(*args)
 
     return call

@@ -1,7 +1,7 @@
-"""The Triton kernels give the same bits as the plain-torch reference: on the card, or by Triton's interpreter.
+"""The Triton kernels give the same bits as the plain-torch reference, on a card or by Triton's interpreter.
 
-The interpreter runs the same kernel source with numpy. What may differ on a card (the compiler's arithmetic, memory
-races), benchmarks/gpu_kernels.py checks there.
+The interpreter runs the same source with numpy. What may differ on a card (the compiler's arithmetic, races),
+benchmarks/gpu_kernels.py checks there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from inputs import DISTRIBUTIONS, tensor
 
 from thinwire.kernels import bits, checksum, delta, hadamard, indices, quantize, scales, select, sign, ternary
+from thinwire.kernels import random as rng
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = ("bits", "checksum", "delta", "hadamard", "indices", "quantize", "select", "sign", "ternary")
@@ -48,10 +49,10 @@ def interpreted():
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")
-BOTH = ("reference", "gpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MODES = ({}, {"stochastic": True}, {"mse": True})
 sizes = st.one_of(st.sampled_from([0, 1, 7, 8, 127, 128, 129, 4096, 4100]), st.integers(0, 1500))
+modes = st.sampled_from(MODES)
 floats = st.builds(
     lambda kind, n, dtype, seed: tensor(kind, (n,), dtype, seed),
     st.sampled_from(DISTRIBUTIONS), sizes, st.sampled_from(DTYPES), st.integers(0, 999),
@@ -63,9 +64,18 @@ def few(examples):
     return settings(max_examples=examples if DEVICE == "cpu" else 4 * examples)
 
 
+def both(function):
+    """[function(to, impl)] of the reference on the CPU and of Triton on the card; `to` brings a tensor there.
+
+    Not of the reference on the card: torch divides by a number there by multiplying with its reciprocal.
+    """
+    return [function(lambda x: x.clone(), "reference"), function(lambda x: x.to(DEVICE, copy=True), "gpu")]
+
+
 def same(a, b):
     """Bitwise equality, but any NaN equals any other: cards and processors make different ones."""
     as_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    a, b = a.cpu(), b.cpu()
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     equal = a.view(as_int[a.element_size()]) == b.view(as_int[b.element_size()])
@@ -73,57 +83,64 @@ def same(a, b):
 
 
 def noise(n, high, seed):
-    return torch.randint(0, high, (n,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8).to(DEVICE)
+    return torch.randint(0, high, (n,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+
+
+def shifted(x, offset):
+    """A copy of x that begins `offset` elements into its storage: messages need not be aligned."""
+    return torch.empty(x.numel() + offset, dtype=x.dtype, device=DEVICE)[offset:].copy_(x)
 
 
 @few(40)
-@given(floats, st.integers(2, 8), st.sampled_from([8, 96, 128, 1024]), st.sampled_from(MODES), st.integers(0, 2**60))
-@example(torch.ones(8, device=DEVICE), 3, 8, {}, 0)  # one full block of three bytes: the padding byte stands alone
+@given(floats, st.integers(2, 8), st.sampled_from([8, 96, 128, 1024]), modes, st.integers(0, 2**60))
+@example(torch.ones(8), 3, 8, {}, 0)  # one full block of three bytes: the padding byte stands alone
 def test_quantize(x, b, block, mode, seed):
-    wires = [quantize.quantize(x, b, block, seed=seed, impl=impl, **mode) for impl in BOTH]
+    wires = both(lambda to, impl: quantize.quantize(to(x), b, block, seed=seed, impl=impl, **mode))
     assert same(*wires)
-    assert same(*(quantize.dequantize(wires[0], x.numel(), b, block, x.dtype, impl=impl) for impl in BOTH))
-    sums = [quantize.dequantize(wires[0], x.numel(), b, block, x.dtype, onto=x.clone(), impl=i) for i in BOTH]
-    assert same(*sums)
+    args = (x.numel(), b, block, x.dtype)
+    assert same(*both(lambda to, impl: quantize.dequantize(to(wires[0]), *args, impl=impl)))
+    assert same(*both(lambda to, impl: quantize.dequantize(to(wires[0]), *args, onto=to(x), impl=impl)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("b", range(2, 9))
 def test_quantize_every_width(b, dtype):
-    """A whole tile and a bit more, every mode: both paths of the kernel. The message at an odd address too."""
-    x = tensor("student", (4096 + 77,), dtype, b).to(DEVICE)
+    """A whole tile and a bit more, every mode: both paths of the kernel; the message at an odd address."""
+    x = tensor("student", (4096 + 77,), dtype, b)
     for mode in MODES:
-        wires = [quantize.quantize(x, b, 128, seed=b, impl=impl, **mode) for impl in BOTH]
+        wires = both(lambda to, impl, mode=mode: quantize.quantize(to(x), b, 128, seed=b, impl=impl, **mode))
         assert same(*wires), mode
-        moved = torch.empty(wires[0].numel() + 1, dtype=torch.uint8, device=DEVICE)[1:].copy_(wires[0])
-        values = [quantize.dequantize(w, x.numel(), b, 128, dtype, impl=i) for w, i in zip((wires[0], moved), BOTH)]
-        assert same(*values), mode
+        values = quantize.dequantize(wires[0], x.numel(), b, 128, dtype, impl="reference")
+        moved = quantize.dequantize(shifted(wires[0], 1), x.numel(), b, 128, dtype, impl="gpu")
+        assert same(values, moved), mode
 
 
 @few(25)
-@given(floats, st.sampled_from(DTYPES), st.integers(2, 8), st.sampled_from(MODES), st.booleans(), st.floats(0, 2))
+@given(floats, st.sampled_from(DTYPES), st.integers(2, 8), modes, st.booleans(), st.floats(0, 2))
 def test_delta(x, mirror_dtype, b, mode, gate, drift):
-    h = (x.float() + drift * tensor("gaussian", tuple(x.shape), torch.float32, 5).to(DEVICE)).to(mirror_dtype)
-    wires, sent, got, received = [], [], [], []
-    for impl in BOTH:
-        sent.append(h.clone())
-        got.append(h.clone())
-        wires.append(delta.encode_delta(x, sent[-1], sent[-1], b, 128, gate=gate, seed=3, impl=impl, **mode))
-        received.append(delta.decode_delta(wires[0], got[-1], got[-1], b, 128, x.dtype, gate=gate, impl=impl))
-    assert same(*wires) and same(*sent) and same(*got) and same(*received) and same(sent[1], got[1])
+    h = (x.float() + drift * tensor("gaussian", tuple(x.shape), torch.float32, 5)).to(mirror_dtype)
+
+    def ends(to, impl):
+        sent, got = to(h), to(h)  # updated in place
+        wire = delta.encode_delta(to(x), sent, sent, b, 128, gate=gate, seed=3, impl=impl, **mode)
+        return wire, sent, got, delta.decode_delta(wire, got, got, b, 128, x.dtype, gate=gate, impl=impl)
+
+    reference, card = both(ends)
+    assert all(same(*pair) for pair in zip(reference, card))
+    assert same(card[1], card[2]), "the mirrors of sender and receiver differ"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("mode", MODES)
 def test_nonfinite_blocks(value, mode):
-    x = tensor("gaussian", (400,), torch.float32, 1).to(DEVICE)
+    x, h = tensor("gaussian", (400,), torch.float32, 1), torch.zeros(400)
     x[200] = value
-    wires = [quantize.quantize(x, 4, 128, impl=impl, **mode) for impl in BOTH]
-    assert same(*wires) and same(*(quantize.dequantize(wires[0], 400, 4, 128, x.dtype, impl=i) for i in BOTH))
-    assert same(*(sign.encode_sign(x, 128, impl) for impl in BOTH))
-    mirrors = [torch.zeros(400, device=DEVICE) for _ in BOTH]
-    deltas = [delta.encode_delta(x, m, m, 4, 128, gate=True, impl=i, **mode) for m, i in zip(mirrors, BOTH)]
-    assert same(*deltas) and same(*mirrors)
+    wires = both(lambda to, impl: quantize.quantize(to(x), 4, 128, impl=impl, **mode))
+    assert same(*wires)
+    assert same(*both(lambda to, impl: quantize.dequantize(to(wires[0]), 400, 4, 128, x.dtype, impl=impl)))
+    assert same(*both(lambda to, impl: sign.encode_sign(to(x), 128, impl)))
+    mode = {"gate": True, **mode}
+    assert same(*both(lambda to, impl: delta.encode_delta(to(x), to(h), to(h), 4, 128, impl=impl, **mode)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,33 +148,33 @@ def test_extreme_scales(dtype):
     """Every exponent of the dtype, its largest value and its smallest denormal, one a block."""
     info = torch.finfo(dtype)
     steps = torch.arange(-149, 128, dtype=torch.float64)
-    tops = torch.cat((2.0**steps * 1.37, torch.tensor([info.max, info.max / 2, -info.max], dtype=torch.float64)))
+    tops = torch.cat((2.0**steps * 1.37, steps.new_tensor([info.max, info.max / 2, -info.max])))
     x = (tops[:, None] * torch.linspace(-1, 1, 8, dtype=torch.float64)).reshape(-1).clamp(-info.max, info.max)
-    x = x.to(dtype).to(DEVICE)
+    x = x.to(dtype)
     for b, mode in ((2, MODES[0]), (8, MODES[0]), (8, MODES[1]), (3, MODES[2])):
-        wires = [quantize.quantize(x, b, 8, impl=impl, **mode) for impl in BOTH]
-        assert same(*wires) and same(*(quantize.dequantize(wires[0], x.numel(), b, 8, dtype, impl=i) for i in BOTH))
-    wires = [sign.encode_sign(x, 8, impl) for impl in BOTH]
-    assert same(*wires) and same(*(sign.decode_sign(wires[0], x.numel(), 8, dtype, impl) for impl in BOTH))
+        wires = both(lambda to, impl, b=b, mode=mode: quantize.quantize(to(x), b, 8, impl=impl, **mode))
+        args = (x.numel(), b, 8, dtype)
+        assert same(*wires)
+        assert same(*both(lambda to, i, args=args, w=wires[0]: quantize.dequantize(to(w), *args, impl=i)))
+    wires = both(lambda to, impl: sign.encode_sign(to(x), 8, impl))
+    assert same(*wires)
+    assert same(*both(lambda to, impl: sign.decode_sign(to(wires[0]), x.numel(), 8, dtype, impl)))
 
 
 def test_every_scale_code():
     """All 65,536 codes, also those that no encoder writes, through dequantize with blocks of eight ones."""
     codes = torch.arange(1 << 16, dtype=torch.int32)
-    for part in codes.chunk(4):
-        wire = torch.cat((torch.full((part.numel() * 2,), 170, dtype=torch.uint8), scales.to_bytes(part))).to(DEVICE)
-        n = part.numel() * 8
-        assert same(*(quantize.dequantize(wire, n, 2, 8, torch.float32, impl=impl) for impl in BOTH))
+    wire = torch.cat((torch.full((2 << 16,), 170, dtype=torch.uint8), scales.to_bytes(codes)))
+    args = (8 << 16, 2, 8, torch.float32)
+    assert same(*both(lambda to, impl: quantize.dequantize(to(wire), *args, impl=impl)))
 
 
 @few(25)
 @given(sizes, st.integers(1, 8), st.integers(0, 99), st.integers(0, 3))
 def test_bits(n, b, seed, offset):
     codes = noise(n, 2**b, seed)
-    wires = [bits.pack(codes, b, impl) for impl in BOTH]
-    assert same(*wires)
-    moved = torch.empty(wires[0].numel() + offset, dtype=torch.uint8, device=DEVICE)[offset:].copy_(wires[0])
-    assert same(bits.unpack(moved, n, b, "gpu"), codes)
+    wires = both(lambda to, impl: bits.pack(to(codes), b, impl))
+    assert same(*wires) and same(bits.unpack(shifted(wires[0], offset), n, b, "gpu"), codes)
 
 
 @few(15)
@@ -165,74 +182,79 @@ def test_bits(n, b, seed, offset):
 @example(20481, 3)
 def test_ternary(n, seed):
     codes = noise(n, 3, seed)
-    wires = [ternary.pack_trits(codes, impl) for impl in BOTH]
-    assert same(*wires) and same(ternary.unpack_trits(wires[0], n, "gpu"), codes)
+    wires = both(lambda to, impl: ternary.pack_trits(to(codes), impl))
+    assert same(*wires) and same(ternary.unpack_trits(wires[1], n, "gpu"), codes)
 
 
 def test_ternary_every_byte():
-    wire = torch.arange(243, dtype=torch.uint8, device=DEVICE)
-    assert same(*(ternary.unpack_trits(wire, 5 * 243, impl) for impl in BOTH))
+    wire = torch.arange(243, dtype=torch.uint8)
+    assert same(*both(lambda to, impl: ternary.unpack_trits(to(wire), 5 * 243, impl)))
 
 
 @few(20)
 @given(floats, st.sampled_from([8, 96, 128, 2048]))
 def test_sign(x, block):
-    wires = [sign.encode_sign(x, block, impl) for impl in BOTH]
-    assert same(*wires) and same(*(sign.decode_sign(wires[0], x.numel(), block, x.dtype, i) for i in BOTH))
+    wires = both(lambda to, impl: sign.encode_sign(to(x), block, impl))
+    assert same(*wires)
+    assert same(*both(lambda to, impl: sign.decode_sign(to(wires[0]), x.numel(), block, x.dtype, impl)))
 
 
 @few(20)
 @given(floats, st.sampled_from([1, 8, 128, 256]), st.integers(0, 2**60))
 def test_hadamard(x, block, seed):
-    turned = [hadamard.rotate(x, block, seed, impl=impl) for impl in BOTH]
-    assert same(*turned)
-    assert same(*(hadamard.rotate(turned[0], block, seed, inverse=True, impl=impl) for impl in BOTH))
+    for inverse in (False, True):
+        assert same(*both(lambda to, impl, way=inverse: hadamard.rotate(to(x), block, seed, way, impl)))
 
 
 @few(25)
 @given(floats.filter(lambda x: x.numel() > 0), st.floats(0, 1))
 def test_select(x, share):
     k = max(1, round(share * x.numel()))
-    assert torch.equal(*(select.histogram(x, impl) for impl in BOTH))
-    kth = [select.kth_magnitude(x, k, impl) for impl in BOTH]
+    assert same(*both(lambda to, impl: select.histogram(to(x), impl)))
+    kth = both(lambda to, impl: select.kth_magnitude(to(x), k, impl))
     assert same(*kth)
-    tops = [select.top(x, k, impl) for impl in BOTH]
-    assert torch.equal(tops[0][0], tops[1][0]) and same(tops[0][1], tops[1][1])
+    tops = both(lambda to, impl: select.top(to(x), k, impl))
+    assert all(same(*pair) for pair in zip(*tops))
     for cap in (k // 2, k + 5):
-        found = [select.select(x, kth[0], cap, impl) for impl in BOTH]
-        assert torch.equal(found[0][0], found[1][0]) and same(found[0][1], found[1][1])
-    assert same(*(select.scatter_add(x.clone(), *tops[0], impl) for impl in BOTH))
+        found = both(lambda to, impl, cap=cap: select.select(to(x), float(kth[0]), cap, impl))
+        assert all(same(*pair) for pair in zip(*found))
+    assert same(*both(lambda to, impl: select.scatter_add(to(x), to(tops[0][0]), to(tops[0][1]), impl)))
 
 
 def test_select_thresholds_are_rounded_to_the_dtype_and_nan_is_left_out():
-    x = torch.tensor([0.7, 0.1, 0.3, float("nan"), float("-inf"), 0.0, -0.0], device=DEVICE)
+    x = torch.tensor([0.7, 0.1, 0.3, float("nan"), float("-inf"), 0.0, -0.0])
     for dtype in DTYPES:
         for threshold in (0.7, 0.3, 0.1, 0.0, -1.0):
-            found = [select.select(x.to(dtype), threshold, 10, impl)[0] for impl in BOTH]
-            assert torch.equal(*found), (dtype, threshold)
+            found = both(lambda to, impl, d=dtype, t=threshold: select.select(to(x.to(d)), t, 10, impl)[0])
+            assert same(*found), (dtype, threshold)
 
 
 def test_scatter_add_rounds_like_the_reference_and_skips_what_lies_outside():
-    values = tensor("gaussian", (50,), torch.float32, 1).to(DEVICE)
-    index = torch.arange(0, 100, 2, device=DEVICE)
-    start = tensor("gaussian", (100,), torch.bfloat16, 2).to(DEVICE)
-    assert same(*(select.scatter_add(start.clone(), index, values, impl) for impl in BOTH))
-    assert same(select.scatter_add(start.clone(), index + 1000, values, "gpu"), start)
+    values, start = tensor("gaussian", (50,), torch.float32, 1), tensor("gaussian", (100,), torch.bfloat16, 2)
+    index = torch.arange(0, 100, 2)
+    assert same(*both(lambda to, impl: select.scatter_add(to(start), to(index), to(values), impl)))
+    outside = (index + 1000).to(DEVICE)
+    assert same(select.scatter_add(start.to(DEVICE, copy=True), outside, values.to(DEVICE), "gpu"), start)
 
 
 @few(25)
 @given(st.integers(1, 5000), st.floats(0, 1), st.integers(0, 99))
-@example(2**20, 2.0**-19, 0)  # 19 low bits: two pieces of the encoder
-@example(2**45, 3 / 2**45, 0)
 def test_indices(n, share, seed):
     k = round(share * n)
-    generator = torch.Generator().manual_seed(seed)
-    index = torch.randperm(n, generator=generator)[:k] if n < 2**21 else torch.randint(n, (k,), generator=generator)
-    index = index.sort().values.to(DEVICE)
-    if indices.index_bytes(n, k) < 1 << 16:
-        wires = [indices.encode_indices(index, n, impl) for impl in BOTH]
-        assert same(*wires)
-        assert torch.equal(indices.decode_indices(wires[0], n, k, "gpu"), index)
+    index = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:k].sort().values
+    check_indices(index, n)
+
+
+@pytest.mark.parametrize("n", [2**20, 2**33, 2**44 + 7])
+def test_far_apart_indices(n):
+    """Up to 42 low bits an index: several pieces of the encoder, positions beyond 32 bits."""
+    check_indices(torch.tensor([0, n // 3, n - 2, n - 1]), n)
+
+
+def check_indices(index, n):
+    wires = both(lambda to, impl: indices.encode_indices(to(index), n, impl))
+    assert same(*wires)
+    assert same(indices.decode_indices(wires[1], n, index.numel(), "gpu"), index)
 
 
 @few(20)
@@ -240,39 +262,37 @@ def test_indices(n, share, seed):
 def test_damaged_indices_are_refused_alike(n, data):
     k = data.draw(st.integers(1, n - 1))
     size = indices.index_bytes(n, k)
-    wire = torch.tensor(data.draw(st.lists(st.integers(0, 255), min_size=size, max_size=size)), dtype=torch.uint8)
-    results = []
-    for impl in BOTH:
+    wire = torch.tensor(list(data.draw(st.binary(min_size=size, max_size=size))), dtype=torch.uint8)
+
+    def decoded(to, impl):
         try:
-            results.append(indices.decode_indices(wire.to(DEVICE), n, k, impl).tolist())
+            return indices.decode_indices(to(wire), n, k, impl).tolist()
         except ValueError:
-            results.append(None)
-    assert results[0] == results[1]
+            return None
+
+    reference, card = both(decoded)
+    assert reference == card
 
 
 @few(15)
 @given(st.sampled_from([0, 1, 3, 4, 1000, 32768, 40001]), st.integers(0, 99), st.integers(0, 4))
 def test_checksum(n, seed, offset):
-    data = noise(n + offset, 256, seed)[offset:]
-    assert checksum.checksum(data, "reference") == checksum.checksum(data, "gpu")
+    data = noise(n, 256, seed)
+    assert int(checksum.checksum(data, "reference")) == int(checksum.checksum(shifted(data, offset), "gpu"))
 
 
 def test_positions_beyond_32_bits_hash_as_in_the_reference():
-    """Kernels take positions of 64 bits; a tensor that long does not fit a test, the hash alone does."""
-    from thinwire.kernels import random
-    from thinwire.kernels.gpu.launch import launch, signed
-    from thinwire.kernels.gpu.scalar import hash32
-
     triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
-    globals().update(tl=tl, hash32=hash32)
+    launch = importlib.import_module("thinwire.kernels.gpu.launch")
+    globals().update(tl=tl, hash32=importlib.import_module("thinwire.kernels.gpu.scalar").hash32)
 
     def kernel(out, start, k0, k1):
-        tl.store(out + tl.arange(0, 8), hash32(start.to(tl.int64) + tl.arange(0, 8), k0, k1).to(tl.int64))
+        tl.store(out + tl.arange(0, 8), hash32(start.to(tl.int64) + tl.arange(0, 8), k0, k1).to(tl.int64))  # noqa: F821
 
     out = torch.empty(8, dtype=torch.int64, device=DEVICE)
     for start in (0, 2**31 - 4, 2**32 - 4, 2**40 + 5):
-        launch(triton.jit(kernel), 1, out, start, *map(signed, random.split(12345)))
-        assert torch.equal(out, random.hash32(start + torch.arange(8, device=DEVICE), 12345))
+        launch.launch(triton.jit(kernel), 1, out, start, *map(launch.signed, rng.split(12345)))
+        assert same(out, rng.hash32(start + torch.arange(8), 12345))
 
 
 def test_cpu_tensors_without_the_interpreter_get_a_clear_error():

@@ -93,7 +93,7 @@ def tcp(size: int) -> float:
 
 
 def _receive(address: tuple[str, int], size: int) -> float:
-    with _connect(address) as peer:
+    with connect(address) as peer:
         peer.sendall(_WELCOME)
         began, left, buffer = time.perf_counter(), size, bytearray(1 << 20)
         while left:
@@ -104,7 +104,7 @@ def _receive(address: tuple[str, int], size: int) -> float:
         return time.perf_counter() - began
 
 
-def _connect(address: tuple[str, int]) -> socket.socket:
+def connect(address: tuple[str, int]) -> socket.socket:
     """The other rank may be a moment behind."""
     until = time.monotonic() + 10.0
     while True:

@@ -13,12 +13,13 @@ import struct
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
-NEW_LINK, GET_LINK, NEW_ADDRESS, NEW_NEIGHBOUR, NEW_QDISC, DELETE_QDISC = 16, 18, 20, 28, 36, 37
+NEW_LINK, GET_LINK, SET_LINK, NEW_ADDRESS, NEW_NEIGHBOUR, NEW_QDISC, DELETE_QDISC = 16, 18, 19, 20, 28, 36, 37
 REQUEST, ACK, DUMP, EXCLUSIVE, CREATE, REPLACE = 0x1, 0x4, 0x300, 0x200, 0x400, 0x100
 _ERROR, _DONE = 2, 3
 _MAC, _IFNAME, _MASTER, _LINKINFO, _STATS64, _NET_NS_FD, _GSO_MAX_SEGMENTS = 1, 3, 10, 18, 23, 28, 40
 _INFO_KIND, _INFO_DATA, _VETH_PEER = 1, 2, 1
 _UP = 1
+_PORT_INFO, _NESTED, _PORT_STATE, _FORWARDING, _DISABLED = 12, 0x8000, 1, 3, 0
 _DESTINATION, _STATION = 1, 2  # a neighbour's address and its MAC
 _PERMANENT, _NO_ARP, _AT_SWITCH = 0x80, 0x40, 0x04
 _HEADER, _LINK, _ADDRESS = struct.Struct("IHHII"), struct.Struct("BxHiII"), struct.Struct("BBBBi")
@@ -95,9 +96,15 @@ class Netlink:
         """How many packets TCP may hand to the device as one, for the "card" to cut (1: no such offload)."""
         self._ask(NEW_LINK, 0, _link(index) + attribute(_GSO_MAX_SEGMENTS, struct.pack("I", packets)))
 
-    def set_up(self, index: int, up: bool = True) -> None:
-        """Switch a device on or off."""
-        self._ask(NEW_LINK, 0, _link(index, flags=_UP if up else 0, change=_UP))
+    def set_up(self, index: int) -> None:
+        """Switch a device on."""
+        self._ask(NEW_LINK, 0, _link(index, flags=_UP, change=_UP))
+
+    def set_forwarding(self, port: int, on: bool) -> None:
+        """Let a switch port pass packets or drop them all; the device at the other end notices nothing."""
+        state = attribute(_PORT_STATE, struct.pack("B", _FORWARDING if on else _DISABLED))
+        head = _LINK.pack(socket.AF_BRIDGE, 0, port, 0, 0)
+        self._ask(SET_LINK, 0, head + attribute(_PORT_INFO | _NESTED, state))
 
     def add_address(self, index: int, address: str, prefix: int) -> None:
         """Give a device an IPv4 address; the route to its network comes with it."""

@@ -1,0 +1,155 @@
+"""The lab's words: rates, times, topology files. Nothing here makes a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import UsageError
+from thinwire.lab.shaping import PACKET, bundle_packets, burst_bytes, queue_bytes
+from thinwire.lab.topology import Link, flat, load
+from thinwire.lab.units import parse_loss, parse_rate, parse_time, show_bytes, show_rate
+
+SITES = """
+[sites.paris]
+rate = "1gbit"
+latency = "0.1ms"
+uplink = { up = "20mbit", down = "100mbit", latency = "15ms" }
+
+[sites.tokyo]
+rate = "500mbit"
+uplink = "50mbit"
+
+[[hosts]]
+site = "paris"
+count = 2
+
+[[hosts]]
+name = "slow"
+site = "tokyo"
+up = "10mbit"
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("100mbit", 1e8), ("2.5gbit", 2.5e9), ("64 kbit", 64e3), ("1GBIT", 1e9), (5e6, 5e6)]
+)
+def test_rates(text: str | float, rate: float) -> None:
+    assert parse_rate(text) == rate
+    assert parse_rate(show_rate(rate)) == rate
+
+
+def test_no_rate_is_no_limit() -> None:
+    assert parse_rate(None) is None
+    assert parse_rate("unlimited") is None
+    assert show_rate(None) == "unlimited"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("10ms", 0.01), ("250us", 250e-6), ("2s", 2.0), ("0", 0.0), (1.5, 1.5)]
+)
+def test_times(text: str | float, seconds: float) -> None:
+    assert parse_time(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["100", "5MB/s", "fast", "-3mbit", "", "0mbit", "1e400gbit", "1bit", "nanmbit", "10 furlong", "500gbit"],
+)
+def test_bad_rates_name_what_is_allowed(bad: str) -> None:
+    with pytest.raises(UsageError, match="rate"):
+        parse_rate(bad)
+
+
+@pytest.mark.parametrize("bad", ["5", "10", "-1ms", "soon", "1week", float("nan"), -0.5])
+def test_bad_times(bad: str | float) -> None:
+    with pytest.raises(UsageError, match="time"):
+        parse_time(bad)
+
+
+def test_loss() -> None:
+    assert parse_loss("0.5%") == pytest.approx(0.005)
+    assert parse_loss(0.25) == 0.25
+    for bad in ("100%", "-1%", "lots", 1.0):
+        with pytest.raises(UsageError, match="loss"):
+            parse_loss(bad)
+
+
+def test_bytes_are_decimal() -> None:
+    assert show_bytes(999) == "999 B"
+    assert show_bytes(25e6) == "25.00 MB"
+
+
+@pytest.mark.parametrize("rate", [1e4, 2e6, 1e8, 1e9, 1e11])
+def test_burst_holds_a_packet_and_a_bundle_fits_the_burst(rate: float) -> None:
+    assert burst_bytes(rate) >= 2 * PACKET
+    assert bundle_packets(rate) * PACKET <= burst_bytes(rate)
+    assert queue_bytes(rate) > burst_bytes(rate)
+
+
+def test_burst_grows_with_the_rate() -> None:
+    assert burst_bytes(1e9) == 10 * burst_bytes(1e8) >= 32_000
+
+
+def test_flat_hosts_are_numbered() -> None:
+    topology = flat(3, Link(up=1e8, down=1e8))
+    assert [host.name for host in topology.hosts] == ["host0", "host1", "host2"]
+    assert [host.address for host in topology.hosts] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+    assert len({host.mac for host in topology.hosts}) == 3
+    assert set(topology.links) == {"host0", "host1", "host2"}
+
+
+@pytest.mark.parametrize("hosts", [0, -1, 255, 1000])
+def test_host_counts_out_of_range(hosts: int) -> None:
+    with pytest.raises(UsageError, match="hosts"):
+        flat(hosts, Link())
+
+
+def test_254_hosts_have_addresses() -> None:
+    assert flat(254, Link()).hosts[-1].address == "10.77.0.254"
+
+
+def test_sites(tmp_path: Path) -> None:
+    (tmp_path / "sites.toml").write_text(SITES)
+    topology = load(tmp_path / "sites.toml")
+    assert [(host.name, host.site) for host in topology.hosts] == [
+        ("paris-0", "paris"),
+        ("paris-1", "paris"),
+        ("slow", "tokyo"),
+    ]
+    assert topology.hosts[0].link == Link(up=1e9, down=1e9, latency=1e-4)
+    assert topology.hosts[2].link == Link(up=1e7, down=5e8)
+    assert topology.links["paris"] == Link(up=2e7, down=1e8, latency=0.015)
+    assert topology.links["tokyo"] == Link(up=5e7, down=5e7)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (('site = "tokyo"', 'site = "oslo"'), "'oslo'; the sites are paris, tokyo"),
+        (("count = 2", "count = 0"), "count 0"),
+        (("count = 2", "count = 300"), "302|301 hosts"),
+        (('up = "10mbit"', 'up = "10 parsecs"'), "host slow up '10 parsecs'"),
+        (('up = "10mbit"', 'speed = "10mbit"'), "unknown key 'speed'"),
+        (('name = "slow"', 'name = "paris"'), "used twice"),
+        (('name = "slow"', 'name = "a b"'), "'a b'"),
+        (('latency = "15ms"', 'latency = "1h"'), "up to 10s"),
+        (("[sites.paris]", "[sites.paris"), "not TOML"),
+        (("[[hosts]]", "[[machines]]"), "unknown key 'machines'"),
+        (("[sites.tokyo]", "[site.tokyo]"), "unknown key 'site'"),
+    ],
+)
+def test_bad_topologies_give_one_line(tmp_path: Path, change: tuple[str, str], complaint: str) -> None:
+    (tmp_path / "bad.toml").write_text(SITES.replace(*change))
+    with pytest.raises(UsageError, match=complaint) as caught:
+        load(tmp_path / "bad.toml")
+    assert "\n" not in str(caught.value)
+
+
+def test_topology_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="not TOML"):
+        load(tmp_path / "binary.toml")

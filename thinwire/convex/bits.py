@@ -1,0 +1,41 @@
+"""What a step sends, in two currencies: bits as the paper counts them, and bits that our codec really sends.
+
+Paper: a value costs 32 bits, indices and seeds nothing; levels cost 1 + ⌈log₂(s + 1)⌉. Real: 8·nbytes in float32, so
+indices, norms and padding are paid for. Both per worker, on the way up; what comes back down is not counted.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from thinwire.codecs import Codec, Dither, Identity, Induced, Natural, NaturalDither, RandK, Ternary, TopK
+
+UNITS = {
+    "paper": "paper bits (32 per value, indices free)",
+    "real": "real bits (8 × the codec's bytes, float32)",
+}
+
+
+def paper_bits(codec: Codec, numel: int) -> float:
+    """Bits of a message as in the papers' plots."""
+    match codec:
+        case Identity():
+            return 32 * numel
+        case TopK() | RandK():
+            return 32 * codec.count(numel)
+        case Natural():
+            return 9 * numel
+        case Dither() | NaturalDither():
+            return 32 + numel * (1 + math.ceil(math.log2(codec.levels + 1)))
+        case Ternary():
+            return 32 + 1.6 * numel
+        case Induced():
+            return paper_bits(codec.biased, numel) + paper_bits(codec.unbiased, numel)
+    raise ValueError(f"no paper counts the bits of {codec}")
+
+
+def real_bits(codec: Codec, numel: int) -> int:
+    """Bits of a message of ours, for float32 values."""
+    return 8 * codec.nbytes((numel,), torch.float32)

@@ -1,7 +1,7 @@
 """What a step sends, in two currencies: bits as the paper counts them, and bits that our codec really sends.
 
-Paper: a value costs 32 bits, indices and seeds nothing; levels cost 1 + ⌈log₂(s + 1)⌉. Real: 8·nbytes in float32, so
-indices, norms and padding are paid for. Both per worker, on the way up; what comes back down is not counted.
+Paper: a value costs 32 bits, indices and seeds nothing; levels cost 1 + ⌈log₂(s + 1)⌉. Real: 8·nbytes in
+float32, so indices, norms and padding are paid for. Both per worker, on the way up only.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from thinwire.codecs import Codec, Dither, Identity, Induced, Natural, NaturalDither, RandK, Ternary, TopK
 
 UNITS = {
-    "paper": "paper bits (32 per value, indices free)",
-    "real": "real bits (8 × the codec's bytes, float32)",
+    "paper": "Mbit a worker sends, as the paper counts (32 per value, indices free)",
+    "real": "Mbit a worker really sends (8 × the codec's bytes, float32)",
 }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 from thinwire.convex.experiments import Results
 from thinwire.convex.simulate import STOP, Trace
@@ -55,7 +57,7 @@ def bits(trace: Trace, unit: str, target: float = STOP) -> list[float]:
 def slopes(curve: dict[int, list[float]]) -> list[float]:
     """Between neighbouring horizons, of the runs' mean."""
     points = sorted((t, sum(values) / len(values)) for t, values in curve.items())
-    return [math.log(b / a) / math.log(t1 / t0) for (t0, a), (t1, b) in zip(points, points[1:])]
+    return [math.log(b / a) / math.log(t1 / t0) for (t0, a), (t1, b) in pairwise(points)]
 
 
 def _comparison(traces: dict[str, Trace]) -> Iterator[Check]:
@@ -68,8 +70,8 @@ def _comparison(traces: dict[str, Trace]) -> Iterator[Check]:
     yield _ordered("STAR + Top-K", "STAR", "iterations", iterations, traces)
     yield _ordered("generalised DIANA", "DIANA", "iterations", iterations, traces)
     for unit in ("paper", "real"):
-        yield _ordered("DIANA", "generalised DIANA", f"{unit} bits", lambda t, u=unit: bits(t, u), traces)
-    yield _ordered("DIANA", "Rand-DIANA", "paper bits", lambda t: bits(t, "paper"), traces)
+        yield _ordered("DIANA", "generalised DIANA", f"{unit} bits", partial(bits, unit=unit), traces)
+    yield _ordered("DIANA", "Rand-DIANA", "paper bits", partial(bits, unit="paper"), traces)
     gaps = [abs(a / b - 1) for a, b in zip(*(iterations(traces[m]) for m in ("Rand-DIANA", "DIANA")))]
     claim = f"DIANA and Rand-DIANA agree in iterations within {AGREE:.0%}"
     yield Check(claim, all(g <= AGREE for g in gaps), ", ".join(f"{g:.2%}" for g in gaps))
@@ -119,4 +121,4 @@ def _ordered(
 
 
 def _show(values: Sequence[float], unit: str = "") -> str:
-    return ", ".join(f"{v:.3g}" if v < 1e4 else f"{v:,.0f}" for v in values) + (f" {unit}" if unit else "")
+    return ", ".join(f"{v:.3g}" if v < 1e3 else f"{v:,.0f}" for v in values) + (f" {unit}" if unit else "")

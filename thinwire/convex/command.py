@@ -18,9 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     names = (*experiments.PROBLEMS, "all")
     parser.add_argument("--problem", choices=names, default="all", help="default: all")
     parser.add_argument("--seeds", type=int, metavar="N", help="seeds 0 … N−1; default: 2, with --quick 1")
-    parser.add_argument(
-        "--quick", action="store_true", help="the main figure and table only, in under a minute"
-    )
+    parser.add_argument("--quick", action="store_true", help="the main figure and table only, in under a minute")
     parser.add_argument("--out", metavar="DIR", default="out/convex", help="where the figures go")
     parser.add_argument("--json", metavar="PATH", help="write the table and the checks")
 
@@ -69,17 +67,17 @@ def _folder(path: str) -> Path:
 
 
 def _print(results: experiments.Results, rows: list[dict[str, Any]], checks: list[Check]) -> None:
-    seeds = ", ".join(map(str, results.seeds))
-    if rows:
-        cells = [summary.cells(row) for row in rows]
-        table(f"‖x − x*‖²/‖x⁰ − x*‖², seeds {seeds}", summary.COLUMNS, cells, summary.CAPTION)
+    for figure, traces in results.traces.items():
+        cells = [summary.cells(row) for row in rows if row["figure"] == figure]
+        runs = len(next(iter(traces.values())).error[0])
+        table(f"{figure}, seeds {results.seeds[:runs]}", summary.COLUMNS, cells, summary.CAPTION)
     if results.two_stage:
         curves = results.two_stage
         horizons = sorted(next(iter(curves.values())))
         cells = [[name, *(sum(curve[t]) / len(curve[t]) for t in horizons)] for name, curve in curves.items()]
         table("two-stage: mean ‖∇f‖² over T steps", ("activations", *(f"T = {t}" for t in horizons)), cells)
-    marks = [["PASS" if c.passed else "FAIL", c.claim, c.numbers] for c in checks]
-    table("what is asserted", ("", "claim", "measured, a number a seed"), marks)
+    marks = [[c.claim, c.numbers, "PASS" if c.passed else "FAIL"] for c in checks]
+    table("what is asserted", ("claim", "measured, a number a seed", ""), marks)
     if "randk" in results.traces:
         print("\n" + summary.differences(results))
 

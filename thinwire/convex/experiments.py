@@ -27,7 +27,7 @@ PLOTTED = "DIANA, plotted step"
 
 @dataclass(frozen=True)
 class Task:
-    """One curve: which figure it belongs to, its label there, how to make it, and how long that takes, roughly."""
+    """One curve: its figure, its label there, how to make it, and roughly how many steps that takes."""
 
     figure: str
     label: str
@@ -52,7 +52,7 @@ class Results:
 
 
 def plan(chosen: Sequence[str], seeds: Sequence[int], quick: bool) -> list[Task]:
-    """The tasks of the chosen problems. The sweeps over codecs take the first seed alone: they compare like with like."""
+    """The tasks of the chosen problems. Sweeps over codecs and splits take the first seed alone."""
     tasks: list[Task] = []
     if "ridge" in chosen:
         tasks += _comparison(seeds)
@@ -61,7 +61,7 @@ def plan(chosen: Sequence[str], seeds: Sequence[int], quick: bool) -> list[Task]
     if "logistic" in chosen:
         tasks += _logistic(seeds[:1], problems.SPLITS[-1:] if quick else problems.SPLITS)
     if "interpolation" in chosen:
-        tasks += _interpolation(seeds)
+        tasks += _interpolation(seeds, (0.5, 0.3) if quick else (0.5, 0.3, 0.1))
     if "two-stage" in chosen:
         tasks += _two_stage(seeds, HORIZONS[:-1] if quick else HORIZONS)
     return tasks
@@ -115,7 +115,7 @@ def _densities(seeds: Sequence[int], densities: Sequence[float]) -> list[Task]:
 
 
 def _dithering(seeds: Sequence[int]) -> list[Task]:
-    """The paper's second figure: natural dithering at several s. The plotted step only where it ends in time."""
+    """The paper's second figure: natural dithering at several s; the slow plotted step not at the least s."""
     problem, tasks = problems.ridge(seeds), []
     for s in LEVELS:
         for m in _pair(NaturalDither(s), problem)[: None if s > min(LEVELS) else 2]:
@@ -138,11 +138,11 @@ def _logistic(seeds: Sequence[int], splits: Sequence[str]) -> list[Task]:
     return tasks
 
 
-def _interpolation(seeds: Sequence[int]) -> list[Task]:
+def _interpolation(seeds: Sequence[int], densities: Sequence[float]) -> list[Task]:
     """Plain DCGD where all ∇f_i(x*) vanish, and where they do not."""
     problem, tasks = problems.interpolation(seeds), []
     tasks.append(_task("interpolation", "GD", methods.gd(), problem, seeds))
-    for q in (0.5, 0.3, 0.1):
+    for q in densities:
         method = methods.dcgd(RandK(q), exact=True)
         tasks.append(_task("interpolation", f"DCGD, q = {q}", method, problem, seeds))
     ridge = problems.ridge(seeds)

@@ -1,9 +1,10 @@
-"""The figures of `thinwire convex`: the paper's (Rand-K, natural dithering, all methods) and three of our own."""
+"""The figures of `thinwire convex`: the paper's (Rand-K, natural dithering, all methods) and our own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,6 +17,7 @@ from thinwire.errors import UsageError
 # Okabe and Ito's colours, distinguishable without red-green vision; line styles repeat the difference.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
 STYLES = ("-", "--", ":")
+CYCLE = [*((c, "-") for c in COLOURS), *((c, "--") for c in COLOURS[:5]), (COLOURS[5], ":")]
 POINTS = 150  # of a curve: more cannot be seen
 ERROR = "‖x − x*‖² / ‖x⁰ − x*‖²"
 DPI = 110
@@ -27,8 +29,7 @@ def draw(results: Results) -> dict[str, Figure]:
     if "methods" in traces:
         drawn["methods"] = methods(traces["methods"])
     if "randk" in traces:
-        title = "Rand-K on ridge regression: DIANA needs the 1/n in its step, then it needs fewer bits than Rand-DIANA"
-        drawn["randk"] = sweep(traces["randk"], title)
+        drawn["randk"] = sweep(traces["randk"], "Rand-K with K = q·d on ridge regression")
     if "dither" in traces:
         drawn["dither"] = sweep(traces["dither"], "Natural dithering with s levels on ridge regression")
     if "logistic" in traces:
@@ -52,22 +53,20 @@ def methods(traces: dict[str, Trace]) -> Figure:
     figure = Figure(figsize=(13, 5.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for i, (label, trace) in enumerate(traces.items()):
-        look = {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[i // len(COLOURS)]}
+        look = dict(zip(("color", "linestyle"), CYCLE[i % len(CYCLE)]))
         _curve(left, trace, label, None, **look)
         _curve(right, trace, label, "paper", **look)
     _axes(left, "iterations", ERROR)
-    _axes(right, UNITS["paper"] + ", per worker", "")
-    right.set_xlim(0, 6e7)
+    _axes(right, UNITS["paper"], "")
+    right.set_xlim(0, 60)
     left.set_xlim(0, None)
     figure.legend(*left.get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.suptitle(
-        "Ridge regression (m = 100, d = 80, n = 10), Rand-K and Top-K with K = 0.3·d, steps of the theory"
-    )
+    figure.suptitle("Ridge regression (m = 100, d = 80, n = 10), Rand-K and Top-K with K = 0.3·d, steps of the theory")
     return figure
 
 
 def sweep(traces: dict[str, Trace], title: str) -> Figure:
-    """DIANA (solid) and Rand-DIANA (dashed) at several settings; dotted: DIANA with the step that fits the plot."""
+    """DIANA (solid) and Rand-DIANA (dashed) at several settings; dotted: DIANA as the paper plots it."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     settings = list(dict.fromkeys(label.rsplit(", ", 1)[1] for label in traces))
@@ -129,8 +128,7 @@ def two_stage(curves: dict[str, dict[int, list[float]]]) -> Figure:
         means = [sum(curve[t]) / len(curve[t]) for t in horizons]
         ax.plot(horizons, means, color=colour, marker=mark, linestyle=style, label=name)
     guide = [
-        0.6 * sum(curves["exact"][t0 := horizons[0]]) / len(curves["exact"][t0]) * (t0 / t) ** 0.5
-        for t in horizons
+        0.6 * sum(curves["exact"][t0 := horizons[0]]) / len(curves["exact"][t0]) * (t0 / t) ** 0.5 for t in horizons
     ]
     ax.plot(horizons, guide, color="#999999", linewidth=1, label="slope −½")
     ax.set_xscale("log")
@@ -140,9 +138,9 @@ def two_stage(curves: dict[str, dict[int, list[float]]]) -> Figure:
     return figure
 
 
-def _curve(ax: Axes, trace: Trace, label: str, unit: str | None, **look: str) -> None:
+def _curve(ax: Axes, trace: Trace, label: str, unit: str | None, **look: Any) -> None:
     """The first seed's curve, thinned."""
-    across: Sequence[float] = trace.steps if unit is None else [row[0] for row in trace.bits(unit)]
+    across: Sequence[float] = trace.steps if unit is None else [row[0] / 1e6 for row in trace.bits(unit)]
     every = max(1, len(trace.steps) // POINTS)
     ax.plot(across[::every], [row[0] for row in trace.error[::every]], label=label, linewidth=1.6, **look)
 

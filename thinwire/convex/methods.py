@@ -1,4 +1,4 @@
-"""The methods, a row each: a codec, a memory, a step-size rule, and whether gradients or points are compressed.
+"""The methods, a row each: a codec, a memory, and a step-size rule, which also says what is compressed.
 
 No method has an update of its own: simulate.py runs every row by the one rule of thinwire.memory.
 """
@@ -13,16 +13,14 @@ from thinwire.codecs import Codec, Identity, Induced, RandK, TopK
 from thinwire.convex import steps
 from thinwire.convex.problems import Problem
 from thinwire.kernels.random import derive
-from thinwire.memory import (
-    Diana, EControl, EF21, ErrorFeedback, FixedShift, Memory, Plain, RandDiana, StarShift,
-)  # fmt: skip
+from thinwire.memory import EF21, Diana, EControl, ErrorFeedback, FixedShift, Memory, Plain, RandDiana, StarShift
 
 BAD_SHIFT = 100.0
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row. Its bits a step follow from the codec and the memory (bits.py); what it compresses from its step."""
+    """A row. What it sends in a step follows from its codec and its memory (bits.py)."""
 
     name: str
     codec: Codec
@@ -58,9 +56,7 @@ def diana(codec: Codec, rule: steps.Rule = steps.diana, name: str = "DIANA") -> 
 
 def rand_diana(codec: Codec, problem: Problem) -> Method:
     """p = 1/(1 + ω)."""
-    return Method(
-        "Rand-DIANA", codec, RandDiana(1 / (1 + (codec.omega(problem.dim) or 0.0))), steps.rand_diana
-    )
+    return Method("Rand-DIANA", codec, RandDiana(1 / (1 + (codec.omega(problem.dim) or 0.0))), steps.rand_diana)
 
 
 def every(problem: Problem, density: float = 0.3) -> list[Method]:

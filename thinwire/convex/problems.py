@@ -1,7 +1,7 @@
-"""Finite sums over n workers, f = mean f_i, with everything the step-size rules need: L, L_i, μ and a solution.
+"""Finite sums over n workers, f = mean f_i, and what the step-size rules need of them: L, L_i, μ, a solution.
 
-All three are linear models, f_i(x) = w·Σ_j ℓ(a_ij·x, b_ij) + (λ/2)‖x‖², so one gradient serves them. The leading
-dimension S of every tensor is the run: S seeds (data, split) advance side by side, which costs hardly more than one.
+All three are linear models, f_i(x) = w·Σ_j ℓ(a_ij·x, b_ij) + (λ/2)‖x‖², so one gradient serves them. The first
+dimension S of every tensor is the run: S seeds (data, split) advance side by side, in hardly more time than one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def logistic_loss(z: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """S runs of one problem. A solution set of more than a point is described by the projector onto its normal space."""
+    """S runs of one problem. Where the solutions are a set, `normal` projects onto its normal space."""
 
     name: str
     a: Tensor  # float64[S·n, m/n, d]: a worker's samples
@@ -69,7 +69,7 @@ class Problem:
     def gradients(self, x: Tensor) -> Tensor:
         """∇f_i(x) = w·A_iᵀℓ'(A_i x, b_i) + λx. x: [S, d] → [S, n, d]."""
         runs, dim = x.shape
-        z = torch.bmm(self.a.view(runs, -1, dim), x[:, :, None])[:, :, 0]
+        z = torch.bmm(x[:, None], self.a.view(runs, -1, dim).mT)[:, 0]
         slope = self.slope(z, self.b).mul_(self.weight)
         out = torch.bmm(slope.view(self.a.shape[0], 1, -1), self.a).view(runs, -1, dim)
         return out.add_(x[:, None], alpha=self.lam) if self.lam else out
@@ -83,13 +83,13 @@ class Problem:
 
 
 def ridge(seeds: Sequence[int], samples: int = 100, dim: int = 80) -> Problem:
-    """The paper's: ½‖Ax − y‖² + (λ/2)‖x‖², λ = 1/m, f_i = (n/2)‖A_i x − y_i‖² + (λ/2)‖x‖², rows split at random."""
+    """The paper's ½‖Ax − y‖² + (λ/2)‖x‖², λ = 1/m; f_i = (n/2)‖A_i x − y_i‖² + (λ/2)‖x‖², a random split."""
     a, b = _regression(seeds, samples, dim)
     return _linear("ridge", a, b, squares, float(WORKERS), 1 / samples, curvature=1.0)
 
 
 def interpolation(seeds: Sequence[int], samples: int = 60, dim: int = 80) -> Problem:
-    """Fewer samples than parameters, no noise, λ = 0: every f_i is minimal on the same affine set, ∇f_i(x*) = 0."""
+    """Fewer samples than parameters, no noise, λ = 0: all f_i are minimal on one affine set, ∇f_i(x*) = 0."""
     a, b = _regression(seeds, samples, dim)
     return _linear("interpolation", a, b, squares, float(WORKERS), 0.0, curvature=1.0)
 
@@ -155,8 +155,6 @@ def _solved(problem: Problem, steps: int = 30) -> Problem:
         z = (rows @ x[:, :, None])[:, :, 0]
         bend = torch.sigmoid(z) * torch.sigmoid(-z) if problem.slope is logistic_loss else torch.ones_like(z)
         hessian = problem.weight / problem.workers * (rows * bend[:, :, None]).mT @ rows + eye
-        step = (
-            torch.linalg.pinv(hessian, hermitian=True, rtol=1e-12) @ problem.gradients(x).mean(1)[:, :, None]
-        )
+        step = torch.linalg.pinv(hessian, hermitian=True, rtol=1e-12) @ problem.gradients(x).mean(1)[:, :, None]
         x = x - step[:, :, 0]
     return replace(problem, solution=x)

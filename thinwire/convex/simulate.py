@@ -26,7 +26,7 @@ from thinwire.kernels.random import derive, hash32
 STOP = 1e-18  # the paper's last error
 EVERY = 20  # steps between two looks at the error
 BLOCK = 512  # steps whose seeds are drawn together
-STALL = 0.8  # of GD's steps to `stop`, for methods that stall far above it
+STALL = 0.65  # of GD's steps to `stop`, for methods that stall far above it
 MARGIN = 2.0  # how many times GD's steps at this γ an exact method may take: shifts are learned meanwhile
 
 
@@ -39,7 +39,7 @@ class State:
 
 @dataclass
 class Trace:
-    """The error ‖x − x*‖²/‖x⁰ − x*‖² of S runs at P moments, and what had been sent by then (mean of the workers)."""
+    """‖x − x*‖²/‖x⁰ − x*‖² of S runs at P moments, and what a worker had sent by then, on average."""
 
     method: Method
     dim: int
@@ -61,10 +61,7 @@ class Trace:
     def floor(self) -> list[float]:
         """Per run the geometric mean of the error over the last fifth of the steps: where a method stalls."""
         tail = self.error[-max(1, len(self.error) // 5) :]
-        return [
-            math.exp(sum(math.log(max(row[s], 1e-300)) for row in tail) / len(tail))
-            for s in range(len(tail[0]))
-        ]
+        return [math.exp(sum(math.log(max(row[s], 1e-300)) for row in tail) / len(tail)) for s in range(len(tail[0]))]
 
 
 @contextmanager
@@ -115,7 +112,7 @@ def advance(
 def simulate(
     method: Method, problem: Problem, runs: Sequence[int], stop: float = STOP, limit: int | None = None
 ) -> Trace:
-    """Until every run's relative error is at most `stop`, or for `limit` steps (default: what theory expects)."""
+    """Until every run's relative error is at most `stop`, or for `limit` steps (None: as theory expects)."""
     step = method.rule(problem, method.codec)
     alpha = method.memory.alpha_for(method.codec, problem.dim)
     method.memory.check(method.codec, problem.dim)

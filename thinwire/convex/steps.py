@@ -1,7 +1,7 @@
-"""Step sizes of the theory, a rule a method: (problem, codec) → γ, and the mixing η of the methods that move x itself.
+"""Step sizes of the theory, a rule a method: (problem, codec) → γ, and η for the methods that compress points.
 
 "Shifted Compression Framework" (UAI 2022), with its slips corrected: theorem 3's M = 4ω/(np). ω and δ are the
-codec's own; an Induced codec's ω already is ω(1 − δ), so STAR and DIANA need no second rule for their general forms.
+codec's own; an Induced codec's ω already is ω(1 − δ), so the general forms of STAR and DIANA need no other rule.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec

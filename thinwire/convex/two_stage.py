@@ -1,9 +1,9 @@
 """A two-stage model whose activation crosses the wire: exact, compressed directly, or as a delta keyed by sample.
 
-Stage I computes a = tanh(ξ + θ), stage II predicts v·y from what it received, y ≈ a; the loss ½(v·y − target)² is
-non-convex in (θ, v). Stage II sends ∂loss/∂y back exactly. AQ-SGD (NeurIPS 2022): with deltas and γ ∝ 1/√T the mean
-of ‖∇f‖² over T steps falls as 1/√T. Compressed directly it meets a floor: E y yᵀ = a aᵀ + Cov, so even an unbiased
-codec moves the point at which the mean gradient vanishes.
+Stage I computes a = tanh(ξ + θ), stage II predicts v·y from what it received, y ≈ a; the loss ½(v·y − target)²
+is non-convex in (θ, v). Stage II sends ∂loss/∂y back exactly. AQ-SGD (NeurIPS 2022): with deltas and γ ∝ 1/√T
+the mean of ‖∇f‖² over T steps falls as 1/√T. Compressed directly it meets a floor: E y yᵀ = a aᵀ + Cov, so even
+an unbiased codec moves the point at which the mean gradient vanishes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def lines(codec: Codec | None = None) -> list[Line]:
 
 
 def model(runs: Sequence[int]) -> Model:
-    """Gaussian inputs, targets of a teacher of the same form plus noise; the student starts from θ = v = 0."""
+    """Gaussian inputs, targets of a teacher of the same form plus noise; training starts from θ = v = 0."""
     inputs, targets = [], []
     for run in runs:
         g = torch.Generator().manual_seed(derive("two-stage", run))
@@ -86,7 +86,7 @@ def model(runs: Sequence[int]) -> Model:
 
 
 def looks(horizon: int) -> dict[int, int]:
-    """The steps at which ‖∇f‖² is measured, denser early, where it falls fast; each stands for the steps to the next."""
+    """When ‖∇f‖² is measured, densely at first, where it falls fast, and for how many steps each look stands."""
     times = sorted({int(horizon * (k / LOOKS) ** 3) for k in range(LOOKS)} | {horizon})
     return {t: after - t for t, after in pairwise(times)}
 

@@ -30,8 +30,10 @@ def test_quantize(x, b, block, mode, seed):
     assert same(wire, quantize.quantize(x, b, block, seed=seed, impl="cpu", **mode))
     outs = [quantize.dequantize(wire, x.numel(), b, block, x.dtype, impl=i) for i in ("reference", "cpu")]
     assert same(*outs)
-    sums = [quantize.dequantize(wire, x.numel(), b, block, x.dtype, onto=x.clone(), impl=i) for i in ("reference", "cpu")]
-    assert same(*sums)
+    outs = [
+        quantize.dequantize(wire, x.numel(), b, block, x.dtype, onto=x.clone(), impl=i) for i in ("reference", "cpu")
+    ]
+    assert same(*outs)
 
 
 @given(floats, st.sampled_from(DTYPES), st.integers(2, 8), modes, st.booleans(), st.floats(0.0, 2.0))

@@ -1,8 +1,8 @@
 """thinwire: compress everything that crosses the slow network in distributed PyTorch training.
 
-    import thinwire as tw
-    end = tw.Channel(tw.codecs.Quantize(4), tw.memory.Delta())
-    frame = end.send("sample 7", activation)
+import thinwire as tw
+end = tw.Channel(tw.codecs.Quantize(4), tw.memory.Delta())
+frame = end.send("sample 7", activation)
 """
 
 from __future__ import annotations

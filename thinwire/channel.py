@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import frame as framing
-from thinwire.codecs.base import Codec, describe_nonfinite
+from thinwire.codecs.base import Codec, describe_nonfinite, is_finite
 from thinwire.errors import UsageError
 from thinwire.kernels.checksum import checksum
 from thinwire.kernels.random import derive
@@ -190,7 +190,7 @@ class Channel:
 
     def _encode_rows(self, keys: Sequence[Key], x: Tensor) -> tuple[int, Tensor, bool]:
         self._check_rows(keys, tuple(x.shape))
-        if not bool(torch.isfinite(x).all()):
+        if not bool(is_finite(x)):
             size = self.nbytes(keys, x.shape, x.dtype) - framing.BYTES
             return framing.ROWS, torch.zeros(size, dtype=torch.uint8, device=x.device), False
         parts = [self.visits.encode(key, row, self._seed(key)) for key, row in zip(keys, x)]

@@ -15,11 +15,14 @@ from thinwire.errors import UsageError
 
 COMMANDS = {
     "convex": ("thinwire.convex.command", "the theory bench: compressed methods on convex problems, with figures"),
-    "bench": ("", "measure the parts on this machine: codecs"),
+    "plan": ("thinwire.planner.command", "what every message costs, which the step waits for, and what to expect"),
+    "lab": ("thinwire.lab.command", "run a program on several hosts with slow links, emulated on this machine"),
+    "bench": ("", "measure the parts on this machine"),
     "doctor": ("thinwire.doctor", "what this machine can do, and what to install where it cannot"),
 }
 
 BENCHES = {
+    "link": ("thinwire.lab.bench", "raw TCP and Gloo against the lab's nominal rate"),
     "codecs": ("thinwire.codecs.bench", "encode and decode speed, beside other quantisers and memcpy"),
 }
 

@@ -42,8 +42,10 @@ class Codec:
         finite = is_finite(x)
         if not x.numel():
             return torch.empty(0, dtype=torch.uint8, device=x.device), finite
-        clean = torch.where(finite, x.to(work_dtype(x.dtype)), 0)
-        return self._encode(clean.contiguous(), seed), finite
+        x = x.to(work_dtype(x.dtype)).contiguous()
+        if x.is_cuda or not bool(finite):  # on a GPU without looking, which would stop the host
+            x = torch.where(finite, x, 0)
+        return self._encode(x, seed), finite
 
     def decode(self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
         """The inverse, up to the codec's loss. A message of the wrong length or content: ValueError."""
@@ -77,9 +79,7 @@ class Codec:
         """Length of an `encode_onto` message: the gate's bitmap follows the codec's bytes."""
         return self.nbytes(shape, dtype) + (gate_bytes(math.prod(shape), self.gate_block) if gate else 0)
 
-    def encode_onto(
-        self, x: Tensor, h: Tensor, seed: int = 0, gate: bool = False, out: Tensor | None = None
-    ) -> Tensor:
+    def encode_onto(self, x: Tensor, h: Tensor, seed: int = 0, gate: bool = False, out: Tensor | None = None) -> Tensor:
         """Send x − φ⊙h and move the mirror h (or `out`) to what the receiver will have: y = φ⊙h + C(x − φ⊙h)."""
         wire, finite = self.encode_onto_flagged(x, h, seed, gate, out)
         if not bool(finite):
@@ -149,8 +149,11 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_finite(x: Tensor) -> Tensor:
-    """0-d bool, no host sync."""
-    return torch.isfinite(x.to(work_dtype(x.dtype))).all()
+    """0-d bool, no host sync: one pass and no temporary, since minimum and maximum carry NaN and Inf."""
+    if not x.numel():
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    low, high = torch.aminmax(x.to(work_dtype(x.dtype)))
+    return torch.isfinite(low) & torch.isfinite(high)
 
 
 def describe_nonfinite(x: Tensor) -> str:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.kernels.checksum import PRIME, SEED, checksum
-from thinwire.kernels.random import derive, hash32
+from thinwire.kernels.checksum import PRIME, checksum, weight
+from thinwire.kernels.random import derive
 
 VERSION = 1
 BYTES = 16
 WARM, NONFINITE, REFRESH, ROWS = 1, 2, 4, 8
 LAYOUT = "<BBHIII"
-FIELD_WEIGHT = 1 + int(hash32(torch.tensor(3), SEED)) % (PRIME - 1)  # of the checksum's own word, which is word 3
+FIELD_WEIGHT = weight(3)  # of the checksum's own word, which is word 3
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,11 @@ def unseal(frame: Tensor, expected: Header) -> tuple[int, Tensor]:
     if version != VERSION:
         raise ValueError(f"frame of version {version}, this is version {VERSION}")
     if stored >= PRIME or (int(checksum(frame)) - stored * FIELD_WEIGHT - stored) % PRIME:
-        raise ValueError(f"frame is damaged (checksum)")
+        raise ValueError("frame is damaged (checksum)")
     if key != expected.key:
-        raise ValueError(f"frame belongs to another key")
+        raise ValueError("frame belongs to another key")
     if (step, count) != (expected.step % 2**32, expected.count % 2**16):
-        raise ValueError(
-            f"frame of step {step}, send {count}; expected step {expected.step}, send {expected.count}"
-        )
+        raise ValueError(f"frame of step {step}, send {count}; expected step {expected.step}, send {expected.count}")
     return kind, frame[BYTES:]
 
 

@@ -80,7 +80,6 @@ class LowRank(Codec):
         return (rows * columns if self.is_raw(shape) else self.rank * (rows + columns)) * dtype.itemsize
 
 
-
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """(product of the leading dimensions, the last); a vector is one row, which travels raw."""
     if not shape:

@@ -55,7 +55,15 @@ class Quantize(Codec):
         target = h if out is None else out
         place = target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
         wire = delta_kernel.encode_delta(
-            _flat(x), _flat(h), place, self.bits, self.block, gate=gate, seed=seed, **self._modes()
+            _flat(x),
+            _flat(h),
+            place,
+            self.bits,
+            self.block,
+            gate=gate,
+            seed=seed,
+            stochastic=self.rounding == "stochastic",
+            mse=self.scale == "mse",
         )
         if not target.is_contiguous():
             target.copy_(place.view(target.shape))
@@ -74,16 +82,14 @@ class Quantize(Codec):
         return y.view(h.shape)
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
-        return kernel.quantize(_flat(x), self.bits, self.block, seed=seed, **self._modes())
+        stochastic, mse = self.rounding == "stochastic", self.scale == "mse"
+        return kernel.quantize(_flat(x), self.bits, self.block, stochastic=stochastic, mse=mse, seed=seed)
 
     def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
         return kernel.dequantize(wire, math.prod(shape), self.bits, self.block, dtype)
 
     def _nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return kernel.quantized_bytes(math.prod(shape), self.bits, self.block, dtype)
-
-    def _modes(self) -> dict[str, bool]:
-        return {"stochastic": self.rounding == "stochastic", "mse": self.scale == "mse"}
 
     def _finite(self, wire: Tensor, x: Tensor) -> Tensor:
         blocks = -(-x.numel() // self.block)

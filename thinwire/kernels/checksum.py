@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.dispatch import choose, load
-from thinwire.kernels.random import hash32
+from thinwire.kernels.random import hash32, hash_one
 
 PRIME = (1 << 32) - 5
 SEED = 0x7468696E77697265  # "thinwire"
+
+
+def weight(word: int) -> int:
+    """K_i of one word below 2³²."""
+    return 1 + hash_one(word, SEED) % (PRIME - 1)
 
 
 def checksum(data: Tensor, impl: str | None = None) -> Tensor:

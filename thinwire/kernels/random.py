@@ -41,6 +41,15 @@ def mix(value: int, key: int) -> int:
     return h ^ (h >> 15)
 
 
+def hash_one(index: int, seed: int) -> int:
+    """`hash32` of one position below 2³², without a tensor."""
+    k0, k1 = split(seed)
+    h = (index * GOLDEN + k0) & MASK32
+    h = ((h ^ (h >> 16)) * MUL1) & MASK32
+    h = ((h ^ k1 ^ (h >> 15)) * MUL2) & MASK32
+    return h ^ (h >> 15)
+
+
 def hash32(index: Tensor, seed: int) -> Tensor:
     """Uniform 32-bit integers (as int64) for int64 positions `index`."""
     k0, k1 = split(seed)

@@ -1,11 +1,31 @@
 """Memories: the numbers of the one rule (rule.py) and the keyed state it works on (store.py)."""
 
 from thinwire.memory.rule import (
-    Delta, Diana, EControl, EF21, ErrorFeedback, FixedShift, Memory, Plain, RandDiana, StarShift,
+    EF21,
+    Delta,
+    Diana,
+    EControl,
+    ErrorFeedback,
+    FixedShift,
+    Memory,
+    Plain,
+    RandDiana,
+    StarShift,
 )  # fmt: skip
 from thinwire.memory.store import Entry, FileStore, RamStore
 
 __all__ = [
-    "Delta", "Diana", "EControl", "EF21", "Entry", "ErrorFeedback", "FileStore", "FixedShift", "Memory", "Plain",
-    "RamStore", "RandDiana", "StarShift",
+    "EF21",
+    "Delta",
+    "Diana",
+    "EControl",
+    "Entry",
+    "ErrorFeedback",
+    "FileStore",
+    "FixedShift",
+    "Memory",
+    "Plain",
+    "RamStore",
+    "RandDiana",
+    "StarShift",
 ]  # fmt: skip

@@ -60,8 +60,8 @@ class Memory:
         omega = codec.omega(numel)
         if self.alpha == 1 and omega is not None and omega >= 1:
             raise UsageError(
-                f"{self.name} moves its shift all the way (alpha 1), which diverges with ω = {omega:.3g} ≥ 1 of {codec}: "
-                "use a contractive codec, more bits, or Diana"
+                f"{self.name} moves its shift all the way (alpha 1), which diverges with ω = {omega:.3g} ≥ 1 "
+                f"of {codec}: use a contractive codec, more bits, or Diana"
             )
 
     def base_shift(self, key: str | int, like: Tensor) -> Tensor | None:
@@ -151,9 +151,7 @@ def Delta(
     """
     if store not in STORES:
         raise UsageError(f"store must be one of {', '.join(STORES)}, not {store!r}")
-    return Memory(
-        "Delta", alpha=1.0, cold_start=True, cold=cold, gate=gate, store=store, capacity=capacity, path=path
-    )
+    return Memory("Delta", alpha=1.0, cold_start=True, cold=cold, gate=gate, store=store, capacity=capacity, path=path)
 
 
 def _unit(name: str, value: float | None) -> float | None:

@@ -135,7 +135,7 @@ class FileStore(RamStore):
         if slot is None:
             return None
         data = torch.empty(slot.nbytes, dtype=torch.uint8)
-        view, done = memoryview(data.numpy()), 0
+        view, done = memoryview(data.numpy().data), 0
         while done < slot.nbytes:
             read = os.preadv(self.file, [view[done:]], slot.offset + done)
             if read == 0:
@@ -149,7 +149,7 @@ class FileStore(RamStore):
             return False
         slot = self.slots.get(key)
         offset = self._place(entry.nbytes) if slot is None else slot.offset
-        view, done = memoryview(raw_bytes(entry.data.cpu()).numpy()), 0
+        view, done = memoryview(raw_bytes(entry.data.cpu()).numpy().data), 0
         while done < entry.nbytes:
             done += os.pwrite(self.file, view[done:], offset + done)
         if slot is None:

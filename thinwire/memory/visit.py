@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, is_finite
 from thinwire.codecs.exact import Identity
 from thinwire.codecs.frame import REFRESH, WARM
 from thinwire.codecs.lowrank import LowRank
@@ -90,7 +90,7 @@ class Visits:
         if not isinstance(self.codec, LowRank):
             body, finite = self.codec.encode_flagged(u, seed)
             return body, bool(finite)
-        if not bool(torch.isfinite(u).all()):
+        if not bool(is_finite(u)):
             return torch.zeros(self.codec.nbytes(u.shape, u.dtype), dtype=torch.uint8, device=u.device), False
         body = self.codec.encode(u, seed, prev=self.ledger.read("q", key))
         factor = self.codec.right_factor(body, tuple(u.shape), u.dtype)

@@ -26,7 +26,11 @@ def progress(what: str, total: int) -> Iterator[Callable[[str, int], None]]:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=total)
-            yield lambda note, steps=1: bar.update(task, advance=steps, description=f"{what}: {note}")
+
+            def move(note: str, steps: int = 1) -> None:
+                bar.update(task, advance=steps, description=f"{what}: {note}")
+
+            yield move
         return
     done, shown = 0, time.monotonic()
 
@@ -41,17 +45,20 @@ def progress(what: str, total: int) -> Iterator[Callable[[str, int], None]]:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> None:
-    """Print a table; text is left-aligned, everything else right-aligned; floats get four significant digits."""
+    """Print a table; text is left-aligned, numbers (also as text) right-aligned; floats get four significant digits."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
     out = Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
     for i, name in enumerate(columns):
-        textual = all(isinstance(row[i], str) for row in rows)
-        out.add_column(name, justify="left" if textual and i == 0 else "right")
+        out.add_column(name, justify="right" if all(_is_number(row[i]) for row in rows) else "left")
     for row in rows:
         out.add_row(*(_cell(value) for value in row))
     console.print(out)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, str) or value[:1].isdigit() or value[:1] in ("-", "−", "–", "±")
 
 
 def _cell(value: Any) -> str:

@@ -6,10 +6,9 @@ import numpy as np
 import torch
 from numba import prange
 
-from thinwire.kernels.checksum import PRIME, SEED
+from thinwire.kernels.checksum import PRIME, SEED, weight
 from thinwire.kernels.cpu.compile import parallel
 from thinwire.kernels.cpu.scalar import hash32, high_key
-from thinwire.kernels.random import hash32 as reference_hash
 from thinwire.kernels.random import split
 
 RUN = 1 << 14  # words a loop iteration handles
@@ -37,5 +36,4 @@ def weighted_sum(data):
     sums = np.zeros(-(-words.size // RUN), np.uint64)
     _sums(words, sums, *split(SEED))
     last = int.from_bytes(raw[whole.size :].tobytes(), "little")
-    weight = 1 + int(reference_hash(torch.tensor(words.size), SEED)) % (PRIME - 1)
-    return torch.tensor((int(sums.sum(dtype=np.uint64)) + last * weight) % PRIME)
+    return torch.tensor((int(sums.sum(dtype=np.uint64)) + last * weight(words.size)) % PRIME)

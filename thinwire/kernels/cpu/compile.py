@@ -46,7 +46,7 @@ def _cache_directory() -> str:
 
 
 numba.config.THREADING_LAYER = "omp"
-numba.config.CACHE_DIR = _cache_directory()
+numba.config.CACHE_DIR = CACHE_DIRECTORY = _cache_directory()
 
 OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 

@@ -10,8 +10,17 @@ from thinwire.kernels import delta as layout
 from thinwire.kernels import quantize as codes_layout
 from thinwire.kernels.cpu.compile import CHUNK_BLOCKS, allocate, array, inline, parallel
 from thinwire.kernels.cpu.quantize import (
-    LEAST_SQUARES, NEAREST, absmax_bits, encode_block, encode_nearest, mode_of, pack_block, packed_slice,
-    shrink_table, unpack_block, views,
+    LEAST_SQUARES,
+    NEAREST,
+    absmax_bits,
+    encode_block,
+    encode_nearest,
+    mode_of,
+    pack_block,
+    packed_slice,
+    shrink_table,
+    unpack_block,
+    views,
 )  # fmt: skip
 from thinwire.kernels.cpu.scalar import read, scale_value, write
 from thinwire.kernels.random import split
@@ -94,9 +103,7 @@ def encode_delta(x, h, out, bits, block, gate, stochastic, mse, seed):
     mode, (k0, k1), table = mode_of(stochastic, mse), split(seed), shrink_table(bits)
     fmax = np.float32(torch.finfo(x.dtype).max)
     value, mirror, new = _native(x), _native(h), _native(out)
-    _encode(
-        array(value), array(mirror), array(new), packed, tail, array(flags), bits, block, fmax, mode, k0, k1, table
-    )
+    _encode(array(value), array(mirror), array(new), packed, tail, array(flags), bits, block, fmax, mode, k0, k1, table)
     if new is not out:
         out.copy_(new)
     if gate:

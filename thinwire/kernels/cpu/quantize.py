@@ -6,6 +6,8 @@ vectorising; a loop counter into a slice it does not check (five times faster he
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from numba import prange
@@ -13,8 +15,19 @@ from numba import prange
 from thinwire.kernels import quantize as layout
 from thinwire.kernels.cpu.compile import CHUNK_BLOCKS, allocate, array, inline, parallel
 from thinwire.kernels.cpu.scalar import (
-    INFINITY_BITS, MAGNITUDE, as_bits, as_float, block_scale, hash32, high_key, read, reciprocal, scale_code,
-    scale_value, uniform, write,
+    INFINITY_BITS,
+    MAGNITUDE,
+    as_bits,
+    as_float,
+    block_scale,
+    hash32,
+    high_key,
+    read,
+    reciprocal,
+    scale_code,
+    scale_value,
+    uniform,
+    write,
 )  # fmt: skip
 from thinwire.kernels.quantize import GRID, SHRINKS
 from thinwire.kernels.random import split
@@ -230,6 +243,7 @@ def _dequantize(packed, tail, out, bits, block, add):
                     write(part, i, np.float32(np.int32(np.int32(codes[i]) - qmax)) * scale)
 
 
+@functools.cache
 def shrink_table(bits):
     """The least-squares candidates as arrays: (steps, inverses, shrinks)."""
     steps, inverses, shrinks = zip(*(layout.shrink_candidate(j, bits) for j in range(SHRINKS)))

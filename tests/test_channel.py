@@ -244,8 +244,10 @@ def test_every_flipped_bit_is_found(memory):
 
 
 FUZZ = int(os.environ.get("THINWIRE_FUZZ", "3000"))
-FUZZED = [c.Quantize(3), c.TopK(0.1), c.Chain(c.TopK(0.2), c.Natural()), c.Ternary(), c.NaturalDither(3),
-          c.ScaledSign(), c.LowRank(1), c.RandK(0.2), c.Rotated(c.Quantize(4)), c.Induced(c.TopK(0.1), c.Dither(3)), c.Natural()]  # fmt: skip
+FUZZED = [
+    c.Quantize(3), c.TopK(0.1), c.Chain(c.TopK(0.2), c.Natural()), c.Ternary(), c.NaturalDither(3), c.ScaledSign(),
+    c.LowRank(1), c.RandK(0.2), c.Rotated(c.Quantize(4)), c.Induced(c.TopK(0.1), c.Dither(3)), c.Natural(),
+]  # fmt: skip
 
 
 def mutate(wire: torch.Tensor, g: torch.Generator) -> torch.Tensor:

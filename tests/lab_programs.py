@@ -104,16 +104,21 @@ def all_reduce_for_ever(numbers: int) -> None:
         dist.all_reduce(torch.ones(numbers))
 
 
-def drip() -> None:
-    """Rank 0 sends to rank 1 for ever, by plain TCP."""
+def drip(manner: str) -> None:
+    """Rank 0 sends to rank 1 for ever, by plain TCP; a stubborn one sleeps on errors."""
     from thinwire.lab.bench import connect
 
     address = (os.environ["MASTER_ADDR"], 5003)
     if os.environ["RANK"] == "0":
         with socket.create_server(address) as server:
             peer, _ = server.accept()
-            while True:
-                peer.sendall(bytes(1 << 16))
+            try:
+                while True:
+                    peer.sendall(bytes(1 << 16))
+            except OSError:
+                if manner != "stubborn":
+                    raise
+                time.sleep(300)
     with connect(address) as peer:
         while peer.recv(1 << 20):
             pass

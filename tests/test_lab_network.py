@@ -147,34 +147,32 @@ def test_sites_share_their_uplink(tmp_path: Path) -> None:
 
 def test_rates_and_links_change_while_a_program_runs() -> None:
     with Network(hosts=2, rate="100mbit", preload=()) as network:
-        job = network.start(lab_programs.drip)
+        job = network.start(lab_programs.drip, "plain")
 
-        def mean(seconds: float) -> float:
-            before, began = job.traffic()["host0"].sent, time.monotonic()
-            assert not job.watch(seconds)
-            return (job.traffic()["host0"].sent - before) * 8 / (time.monotonic() - began)
+        def settles(low: float, high: float) -> bool:
+            """Whether host 0 soon sends at a rate between these; what is under way has to pass first."""
+            until = time.monotonic() + 8.0
+            while time.monotonic() < until:
+                before, began = job.traffic()["host0"].sent, time.monotonic()
+                assert not job.watch(0.4)
+                if low <= (job.traffic()["host0"].sent - before) * 8 / (time.monotonic() - began) <= high:
+                    return True
+            return False
 
-        mean(0.7)
-        assert mean(0.7) == pytest.approx(1e8, rel=0.15)
+        assert settles(0.85e8, 1.1e8)
         network.set_rate("host0", up="8mbit")
-        mean(1.0)
-        assert mean(0.7) == pytest.approx(8e6, rel=0.2)
+        assert settles(6.5e6, 9e6)
         network.set_rate(0, "unlimited")
         network.set_rate(1, "unlimited")
-        mean(0.5)
-        assert mean(0.5) > 2e8
+        assert settles(2e8, 1e12)
         network.link_down("host1")
-        mean(0.3)
-        assert mean(0.3) < 1e6
+        assert settles(0, 1e6)
         network.link_up("host1")
-        mean(1.5)
-        assert mean(0.5) > 1e8
+        assert settles(2e8, 1e12)
         job.pause(1)
-        mean(0.3)
-        assert mean(0.3) < 1e7
+        assert settles(0, 1e6)
         job.resume(1)
-        mean(0.7)
-        assert mean(0.5) > 1e8
+        assert settles(2e8, 1e12)
         job.stop()
 
 

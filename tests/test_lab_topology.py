@@ -46,9 +46,7 @@ def test_no_rate_is_no_limit() -> None:
     assert show_rate(None) == "unlimited"
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("10ms", 0.01), ("250us", 250e-6), ("2s", 2.0), ("0", 0.0), (1.5, 1.5)]
-)
+@pytest.mark.parametrize(("text", "seconds"), [("10ms", 0.01), ("250us", 250e-6), ("2s", 2.0), ("0", 0.0), (1.5, 1.5)])
 def test_times(text: str | float, seconds: float) -> None:
     assert parse_time(text) == pytest.approx(seconds)
 

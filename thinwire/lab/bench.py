@@ -55,9 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(
-    net: Network, name: str, function: Callable[[int], float], rate: float, size: int
-) -> dict[str, Any]:
+def measure(net: Network, name: str, function: Callable[[int], float], rate: float, size: int) -> dict[str, Any]:
     """One transfer of `size` bytes from host 0 to host 1 (the all-reduce: as much each way, at once)."""
     results = net.run(function, size, timeout=LIMIT)
     seconds = max(results)

@@ -13,6 +13,7 @@ from typing import Any
 
 from thinwire.errors import UsageError
 from thinwire.lab.errors import LabError, Unavailable
+from thinwire.lab.netlink import Traffic
 from thinwire.lab.ranks import Event
 from thinwire.lab.remedy import explain
 
@@ -54,6 +55,10 @@ class Client:
                     until = 0.0
                 elif time.monotonic() >= until:
                     return
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Per link, what has crossed since the network was made."""
+        return dict(self.ask("counters"))
 
     def close(self) -> None:
         """Hang up, and see the guard gone; by force if need be."""

@@ -43,19 +43,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("--hosts", metavar="N", help="how many hosts (2 unless told)")
-    run.add_argument(
-        "--rate", help="of every host's link, both ways, such as 100mbit (unlimited unless told)"
-    )
+    run.add_argument("--rate", help="of every host's link, both ways, such as 100mbit (unlimited unless told)")
     run.add_argument("--up", help="what a host may send, if it differs from --rate")
     run.add_argument("--down", help="what a host may receive, if it differs from --rate")
     run.add_argument("--latency", help="one-way delay between hosts, such as 10ms")
     run.add_argument("--loss", help="packets lost on the way, such as 0.1%%")
-    run.add_argument(
-        "--topology", metavar="FILE", help="a TOML file of sites and hosts, instead of the above"
-    )
-    run.add_argument(
-        "--subnet", default=SUBNET, help="the hosts' addresses (%(default)s), seen by them alone"
-    )
+    run.add_argument("--topology", metavar="FILE", help="a TOML file of sites and hosts, instead of the above")
+    run.add_argument("--subnet", default=SUBNET, help="the hosts' addresses (%(default)s), seen by them alone")
     run.add_argument("--per-host", default="1", metavar="K", help="processes per host (1)")
     run.add_argument(
         "--preload",
@@ -63,18 +57,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="import these (torch,…) once and fork the Python ranks from there",
     )
     run.add_argument("--timeout", default="24h", help="end the program after this long (%(default)s)")
-    run.add_argument(
-        "--patience", default="10s", help="how long TCP retries on a dead link (about %(default)s)"
-    )
+    run.add_argument("--patience", default="10s", help="how long TCP retries on a dead link (about %(default)s)")
     run.add_argument("--json", metavar="PATH", help="write the table and more to this file")
     run.add_argument("command", nargs="*", metavar="-- COMMAND …", help="the program and its arguments")
 
 
 def run(args: argparse.Namespace) -> int:
     if not args.command:
-        raise UsageError(
-            "no program: write it after --, as in `thinwire lab run --hosts 4 -- python train.py`"
-        )
+        raise UsageError("no program: write it after --, as in `thinwire lab run --hosts 4 -- python train.py`")
     limit, per_host = parse_time(args.timeout, "timeout"), _count(args.per_host, "per-host")
     preload = [name for name in (args.preload or "").split(",") if name]
     with Network(**_shape(args), subnet=args.subnet, preload=preload, patience=args.patience) as net:
@@ -179,7 +169,6 @@ def _record(
             for name, link in net.topology.links.items()
         ],
         "ranks": [
-            {"rank": seat.rank, "host": seat.host, "status": code}
-            for seat, code in zip(job.seats, job.statuses)
+            {"rank": seat.rank, "host": seat.host, "status": code} for seat, code in zip(job.seats, job.statuses)
         ],
     }

@@ -22,6 +22,17 @@ class RankFailed(LabError):
         super().__init__(f"rank {rank} on {host} {describe(status)}; its last output:\n{said}")
 
 
+class DeadLink(LabError):
+    """A host lost a connection for want of an answer, the ranks went on waiting, and were stopped."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        super().__init__(
+            f"a link is dead: TCP on {host} had no answer and gave a connection up; "
+            "the ranks went on waiting and were stopped"
+        )
+
+
 class LabTimeout(LabError):
     """The program was still running when its time was up, and was stopped."""
 

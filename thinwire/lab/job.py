@@ -8,16 +8,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from thinwire.errors import UsageError
-from thinwire.lab.errors import LabError, LabTimeout, RankFailed
+from thinwire.lab.client import Client
+from thinwire.lab.errors import DeadLink, LabError, LabTimeout, RankFailed
 from thinwire.lab.netlink import Traffic
 from thinwire.lab.program import Seat
 from thinwire.lab.ranks import GRACE, Event
-
-if TYPE_CHECKING:
-    from thinwire.lab.network import Network
 
 LAST_LINES = 20
 _STOP_SECONDS = 2 * GRACE + 5.0
@@ -48,14 +46,15 @@ class Results(Sequence[Any]):
 class Job:
     """Made by `Network.start`."""
 
-    def __init__(self, network: Network, seats: list[Seat], echo: bool) -> None:
-        self._network, self.seats, self._echo = network, seats, echo
+    def __init__(self, client: Client, seats: list[Seat], echo: bool) -> None:
+        self._client, self.seats, self._echo = client, seats, echo
         self._statuses: dict[int, int] = {}
         self._answers: dict[int, bytes] = {}
         self._last: list[deque[str]] = [deque(maxlen=LAST_LINES) for _ in seats]
-        self._before = network.traffic()
+        self._before = client.traffic()
         self._began, self._ended = time.monotonic(), 0.0
         self._first_failure: int | None = None
+        self._dead_link: str | None = None
 
     @property
     def done(self) -> bool:
@@ -79,11 +78,11 @@ class Job:
         """Handle what the ranks say for up to `seconds`; true once all have ended."""
         until = time.monotonic() + seconds
         while not self.done and time.monotonic() < until:
-            self._network.listen(min(0.5, until - time.monotonic()))
+            self._client.listen(min(0.5, until - time.monotonic()))
         return self.done
 
     def wait(self, timeout: float = 600.0) -> Results:
-        """Until every rank has ended; raises `RankFailed` if one failed and `LabTimeout` if time runs out."""
+        """Until every rank has ended; raises `RankFailed`, `DeadLink` or `LabTimeout`."""
         if not self.watch(timeout):
             running = ", ".join(seat.label for seat in self.seats if seat.rank not in self._statuses)
             message = f"still running after {self.seconds:.0f} s, and stopped: {running}"
@@ -92,7 +91,9 @@ class Job:
         return self.results()
 
     def results(self) -> Results:
-        """The results of a job that is done."""
+        """The results of a job that is done; raises what went wrong."""
+        if self._dead_link is not None:
+            raise DeadLink(self._dead_link)
         if self._first_failure is not None:
             seat = self.seats[self._first_failure]
             raise RankFailed(seat.rank, seat.label, self._statuses[seat.rank], self.output(seat.rank))
@@ -101,7 +102,7 @@ class Job:
 
     def traffic(self) -> dict[str, Traffic]:
         """Per link, what has crossed since the job began."""
-        now = self._network.traffic()
+        now = self._client.traffic()
         return {name: now[name].since(self._before[name]) for name in now}
 
     def kill(self, rank: int) -> None:
@@ -117,18 +118,21 @@ class Job:
 
     def stop(self) -> None:
         """End every rank, by force after a grace."""
-        self._network.ask("stop")
+        self._client.ask("stop")
         if not self.watch(_STOP_SECONDS):
             raise LabError("ranks could not be stopped")
 
     def _signal(self, rank: int, number: int) -> None:
         if not 0 <= rank < len(self.seats):
             raise UsageError(f"rank {rank}: the ranks are 0 to {len(self.seats) - 1}")
-        self._network.ask("signal", rank, int(number))
+        self._client.ask("signal", rank, int(number))
 
     def hear(self, event: Event) -> None:
-        """An event from the keeper: output of a rank, or its end."""
+        """An event from the keeper: output of a rank, its end, or a dead link."""
         kind, rank, *rest = event
+        if kind == "dead":
+            self._dead_link = str(rank)
+            return
         assert isinstance(rank, int)
         if kind == "output":
             self._say(rank, str(rest[0]), str(rest[1]))

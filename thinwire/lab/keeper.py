@@ -16,12 +16,21 @@ import resource
 import select
 import selectors
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from thinwire.errors import UsageError
-from thinwire.lab import namespaces
+from thinwire.lab.namespaces import (
+    NEW_PIDS,
+    become_own_root,
+    die_with_parent,
+    private_mounts,
+    replace_file,
+    show_processes,
+    unshare,
+)
 from thinwire.lab.netlink import Traffic
 from thinwire.lab.program import Program, seats
 from thinwire.lab.ranks import Event, Ranks
@@ -29,6 +38,7 @@ from thinwire.lab.topology import Topology
 from thinwire.lab.wiring import Wiring, netem_exists
 
 TICK = 0.02  # how often ended ranks are noticed
+LOOK_SECONDS, NOTICE_SECONDS = 1.0, 5.0  # how often links are looked at, and how long ranks may take to notice
 HOSTS_FILE = "/etc/hosts"
 
 
@@ -37,15 +47,15 @@ def guard(control: int, launcher: int) -> None:
     os.set_inheritable(control, False)
     connection: Connection[Any, Any] = Connection(control)
     try:
-        namespaces.become_own_root()
-        namespaces.unshare(namespaces.NEW_PIDS)
+        become_own_root()
+        unshare(NEW_PIDS)
     except OSError as error:
         connection.send(("unavailable", "a user namespace", error.errno, str(error)))
         return
     armed, ready = os.pipe()
     keeper = os.fork()
     if keeper == 0:
-        namespaces.die_with_parent()
+        die_with_parent()
         os.write(ready, b"1")
         Keeper(connection).serve()
         return
@@ -54,6 +64,34 @@ def guard(control: int, launcher: int) -> None:
     os.read(armed, 1)  # not before the keeper is sure to follow may the guard go
     select.select([launcher, os.pidfd_open(keeper)], [], [])
     os._exit(0)
+
+
+class DeadLinks:
+    """Notices a link that is dead while the program goes on waiting.
+
+    TCP tells a program when it gives a connection up, but Gloo does not always pass that on (seen in one of
+    four tries with torch 2.13): its ranks then wait out the group's own time-out, half an hour. So when a
+    host's TCP has given up and no rank has ended in some seconds more, we end the run and say why.
+    """
+
+    def __init__(self, before: dict[str, int] | None = None) -> None:
+        self._before = before or {}
+        self._next_look, self._since = 0.0, float("inf")
+
+    def due(self) -> bool:
+        now = time.monotonic()
+        if now < self._next_look:
+            return False
+        self._next_look = now + LOOK_SECONDS
+        return True
+
+    def dead(self, given_up: dict[str, int]) -> str | None:
+        """A host that lost a connection, once its ranks have had time to notice."""
+        lost = next((host for host, count in given_up.items() if count > self._before.get(host, 0)), None)
+        if lost is None:
+            return None
+        self._since = min(self._since, time.monotonic())
+        return lost if time.monotonic() - self._since > NOTICE_SECONDS else None
 
 
 class Keeper:
@@ -65,6 +103,7 @@ class Keeper:
         self._ranks = Ranks(self._selector, self._report)
         self._wiring: Wiring | None = None
         self._delays: int | None = None
+        self._links = DeadLinks()
 
     def serve(self) -> None:
         """Until the launcher hangs up."""
@@ -75,8 +114,16 @@ class Keeper:
                     key.data()
                 self._reap()
                 self._ranks.tick()
+                self._look_at_links()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             os._exit(0)
+
+    def _look_at_links(self) -> None:
+        if self._ranks.running and self._links.due():
+            host = self._links.dead(self._network.given_up())
+            if host is not None:
+                self._report(("dead", host))
+                self._ranks.stop()
 
     def _report(self, event: Event) -> None:
         self._connection.send(event)
@@ -114,15 +161,15 @@ class Keeper:
         """Make the network; says how, and what could not be done."""
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a host takes two descriptors, a rank three
-        namespaces.private_mounts()
-        namespaces.show_processes()
+        private_mounts()
+        show_processes()
         late = topology.delayed
         netem = late and netem_exists()
         self._wiring = Wiring(topology, netem, patience)
         self._delays = self._wiring.start_delays()
         notes = list(self._wiring.notes)
         try:
-            namespaces.replace_file(HOSTS_FILE, _hosts_file(topology))
+            replace_file(HOSTS_FILE, _hosts_file(topology))
         except OSError as error:
             notes.append(f"hosts are known by address only: {error}")
         return {"delay": ("netem" if netem else "user space") if late else "none", "notes": notes}
@@ -141,6 +188,7 @@ class Keeper:
         gc.freeze()  # so that a collection in a rank does not copy what it shares with the others
 
     def do_start(self, program: Program, per_host: int) -> None:
+        self._links = DeadLinks(self._network.given_up())
         self._ranks.start(program, seats(self._network.topology, per_host), self._network.host_namespaces)
 
     def do_signal(self, rank: int, number: int) -> None:

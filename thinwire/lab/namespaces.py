@@ -45,9 +45,7 @@ def become_own_root() -> None:
     """
     uid, gid = os.geteuid(), os.getegid()
     unshare(NEW_USER)
-    Path("/proc/self/setgroups").write_text(
-        "deny"
-    )  # the kernel's condition for mapping a group without privilege
+    Path("/proc/self/setgroups").write_text("deny")  # the kernel's condition for mapping a group without privilege
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
 

@@ -57,9 +57,7 @@ class Netlink:
     """A socket to the kernel's routing tables in one network namespace."""
 
     def __init__(self) -> None:
-        self._socket = socket.socket(
-            socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE
-        )
+        self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
         self._socket.bind((0, 0))
         self._socket.settimeout(TIMEOUT)
         self._sequence = 0
@@ -72,9 +70,7 @@ class Netlink:
         info = attribute(_LINKINFO, attribute(_INFO_KIND, b"bridge"))
         self._ask(NEW_LINK, CREATE | EXCLUSIVE, _link() + attribute(_IFNAME, _text(name)) + info)
 
-    def add_cable(
-        self, name: str, peer: str, peer_namespace: int | None = None, peer_mac: bytes = b""
-    ) -> None:
+    def add_cable(self, name: str, peer: str, peer_namespace: int | None = None, peer_mac: bytes = b"") -> None:
         """A veth pair: what goes in at one end comes out at the other, maybe in another namespace."""
         far = _link() + attribute(_IFNAME, _text(peer))
         if peer_namespace is not None:
@@ -142,9 +138,7 @@ class Netlink:
         for message in self._talk(GET_LINK, DUMP, _link()):
             found = dict(_attributes(message[_LINK.size :]))
             if _STATS64 in found and _IFNAME in found:
-                rx_packets, tx_packets, rx, tx, _, _, rx_drop, tx_drop = struct.unpack(
-                    "8Q", found[_STATS64][:64]
-                )
+                rx_packets, tx_packets, rx, tx, _, _, rx_drop, tx_drop = struct.unpack("8Q", found[_STATS64][:64])
                 name = found[_IFNAME].rstrip(b"\0").decode()
                 result[name] = Traffic(tx, rx, tx_packets, rx_packets, rx_drop + tx_drop)
         return result

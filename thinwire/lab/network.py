@@ -85,7 +85,7 @@ class Network:
         began = time.monotonic()
         self._client = Client(self._hear, _variables({}))
         try:
-            made = self.ask("build", self.topology, self._patience)
+            made = self._ask("build", self.topology, self._patience)
         except BaseException:
             self.close()
             raise
@@ -139,8 +139,8 @@ class Network:
         variables = [base | seat.variables(self.topology, per_host, self._runs) for seat in places]
         ready = self._program(program, arguments, variables, fork)
         self._runs += 1
-        self._job = Job(self, places, echo)
-        self.ask("start", ready, per_host)
+        self._job = Job(self._open(), places, echo)
+        self._ask("start", ready, per_host)
         return self._job
 
     def _program(
@@ -168,12 +168,12 @@ class Network:
 
     def _preload(self) -> None:
         if not self._warm:
-            self.ask("preload", list(self.preload), sys.path, limit=PRELOAD_SECONDS)
+            self._open().ask("preload", list(self.preload), sys.path, limit=PRELOAD_SECONDS)
             self._warm = True
 
     def traffic(self) -> dict[str, Traffic]:
         """Per link (hosts, and sites where there are several), what has crossed since it was made."""
-        return dict(self.ask("counters"))
+        return self._open().traffic()
 
     def set_rate(
         self,
@@ -185,21 +185,19 @@ class Network:
     ) -> None:
         """Change the rate of a host's link or a site's uplink while it is in use; "unlimited" lifts it."""
         name, old = self._link(link)
-        table = {
-            key: value for key, value in (("rate", rate), ("up", up), ("down", down)) if value is not None
-        }
+        table = {key: value for key, value in (("rate", rate), ("up", up), ("down", down)) if value is not None}
         if not table:
             raise UsageError("set_rate needs a rate, up or down")
         new = make_link(table, f"link {name} ", old)
-        self.ask("rate", name, new.up, new.down)
+        self._ask("rate", name, new.up, new.down)
         self._rates[name] = new
 
     def link_down(self, link: str | int) -> None:
         """Pull a host's (or site's) cable."""
-        self.ask("connect", self._link(link)[0], False)
+        self._ask("connect", self._link(link)[0], False)
 
     def link_up(self, link: str | int) -> None:
-        self.ask("connect", self._link(link)[0], True)
+        self._ask("connect", self._link(link)[0], True)
 
     def _link(self, link: str | int) -> tuple[str, Link]:
         names = list(self._rates)
@@ -209,13 +207,8 @@ class Network:
             raise UsageError(f"no link {link!r}; the links are {', '.join(names)}")
         return str(link), self._rates[str(link)]
 
-    def ask(self, request: str, *arguments: Any, limit: float = 30.0) -> Any:
-        """One question to the keeper."""
-        return self._open().ask(request, *arguments, limit=limit)
-
-    def listen(self, seconds: float) -> None:
-        """Hear from the ranks for up to `seconds`."""
-        self._open().listen(seconds)
+    def _ask(self, request: str, *arguments: Any) -> Any:
+        return self._open().ask(request, *arguments)
 
     def _open(self) -> Client:
         if self._client is None:

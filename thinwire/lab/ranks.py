@@ -13,9 +13,16 @@ import time
 import traceback
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from thinwire.lab import namespaces
+from thinwire.lab.namespaces import (
+    drop_network_capabilities,
+    enter,
+    private_mounts,
+    rename_host,
+    show_network,
+)
 from thinwire.lab.program import Program, Seat
 from thinwire.lab.program import __file__ as program_file
 
@@ -56,6 +63,8 @@ class Ranks:
             process = os.fork()
             if process == 0:
                 _perform(program, seat, [write for _, write in pipes], host_namespaces[seat.host_number])
+            with suppress(PermissionError):  # the child does it too; whoever is first, a signal finds the group
+                os.setpgid(process, process)
             self._watch(_Rank(seat, process, {read: name for (read, _), name in zip(pipes, STREAMS)}))
             for _, write in pipes:
                 os.close(write)
@@ -64,9 +73,7 @@ class Ranks:
         self._ranks.append(rank)
         for descriptor in rank.pipes:
             os.set_blocking(descriptor, False)
-            self._selector.register(
-                descriptor, selectors.EVENT_READ, lambda fd=descriptor: self._read(rank, fd)
-            )
+            self._selector.register(descriptor, selectors.EVENT_READ, lambda fd=descriptor: self._read(rank, fd))
 
     def _read(self, rank: _Rank, descriptor: int) -> bool:
         """Take what one pipe holds, pass on whole lines. False once there is no more to come."""
@@ -135,10 +142,8 @@ class Ranks:
 
     def _signal(self, rank: _Rank, number: int) -> None:
         if rank.status is None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(rank.process, number)
-            except ProcessLookupError:
-                return
 
 
 def _perform(program: Program, seat: Seat, outputs: list[int], namespace: int) -> None:
@@ -164,13 +169,13 @@ def _without_lab(trace: types.TracebackType | None) -> types.TracebackType | Non
 
 def _become(seat: Seat, outputs: list[int], namespace: int) -> None:
     """In the child: move into the host, lose the power to reshape it, connect the outputs."""
-    os.setsid()
+    os.setpgid(0, 0)
     for number, descriptor in enumerate(outputs[:2], start=1):
         os.dup2(descriptor, number)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    namespaces.enter(namespace)
-    namespaces.private_mounts()
-    namespaces.show_network()
-    namespaces.rename_host(seat.host)
-    namespaces.drop_network_capabilities()
+    enter(namespace)
+    private_mounts()
+    show_network()
+    rename_host(seat.host)
+    drop_network_capabilities()

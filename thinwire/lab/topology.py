@@ -144,24 +144,15 @@ def _uplink(site: dict[str, Any], name: str) -> Link:
     return make_link(uplink, f"site {name} uplink ")
 
 
-def _hosts(
-    entry: Any, inside: dict[str, Link], placed: list[tuple[str, str, Link]]
-) -> list[tuple[str, str, Link]]:
+def _hosts(entry: Any, inside: dict[str, Link], placed: list[tuple[str, str, Link]]) -> list[tuple[str, str, Link]]:
     """The hosts of one [[hosts]] entry: `count` of them, numbered within their site, or one by name."""
     _known(entry, LINK_KEYS | {"site", "count", "name"}, "a [[hosts]] entry")
     site = entry.get("site", next(iter(inside)) if len(inside) == 1 else None)
     if site not in inside:
         raise UsageError(f"a host names site {site!r}; the sites are {', '.join(inside)}")
     count, name = entry.get("count", 1), entry.get("name")
-    if (
-        isinstance(count, bool)
-        or not isinstance(count, int)
-        or count < 1
-        or (name is not None and count != 1)
-    ):
-        raise UsageError(
-            f"count {count!r} of hosts at {site}: allowed is a whole number from 1, and 1 with a name"
-        )
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1 or (name is not None and count != 1):
+        raise UsageError(f"count {count!r} of hosts at {site}: allowed is a whole number from 1, and 1 with a name")
     first = sum(1 for _, where, _ in placed if where == site)
     names = [name] if name is not None else [f"{site}-{first + i}" for i in range(count)]
     return [(n, site, make_link(entry, f"host {n} ", inside[site])) for n in names]
@@ -192,6 +183,4 @@ def _known(table: Any, allowed: set[str], where: str) -> None:
         raise UsageError(f"{where} must be a table")
     unknown = sorted(set(table) - allowed)
     if unknown:
-        raise UsageError(
-            f"{where} has the unknown key {unknown[0]!r}; allowed are {', '.join(sorted(allowed))}"
-        )
+        raise UsageError(f"{where} has the unknown key {unknown[0]!r}; allowed are {', '.join(sorted(allowed))}")

@@ -37,9 +37,7 @@ def parse_loss(text: str | float, what: str = "loss") -> float:
     try:
         value = float(text[:-1]) / 100 if isinstance(text, str) and text.endswith("%") else float(text)
     except ValueError:
-        raise UsageError(
-            f"{what} {text!r}: write a percentage such as 0.5%, or a fraction such as 0.005"
-        ) from None
+        raise UsageError(f"{what} {text!r}: write a percentage such as 0.5%, or a fraction such as 0.005") from None
     if not 0 <= value < 1:
         raise UsageError(f"{what} {text!r}: allowed is 0% up to, not including, 100%")
     return value

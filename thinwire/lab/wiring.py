@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from thinwire.lab import namespaces
 from thinwire.lab.delay import start_relay
+from thinwire.lab.namespaces import enter, new_network
 from thinwire.lab.netlink import Netlink, Traffic, index_of
 from thinwire.lab.shaping import bundle_packets, shape
 from thinwire.lab.topology import Host, Link, Topology
@@ -85,13 +85,13 @@ class Wiring:
         inside = Netlink()
         inside.set_up(index_of("lo"))
         self._give_up_after(self._patience)
-        namespaces.enter(self._core_namespace)
+        enter(self._core_namespace)
         above = f"host{number}"
         self._core.add_cable(above, DEVICE, namespace, host.mac)
-        namespaces.enter(namespace)
+        enter(namespace)
         device = index_of(DEVICE)
         inside.add_address(device, host.address, self.topology.prefix)
-        namespaces.enter(self._core_namespace)
+        enter(self._core_namespace)
         self.host_namespaces.append(namespace)
         cable = _Cable(inside, device, above, index_of(above), host.link, plug=above)
         self._connect(host.name, cable, switch)
@@ -143,8 +143,19 @@ class Wiring:
 
     def set_connected(self, name: str, connected: bool) -> None:
         """Cut a link at the switch, or mend it. As on a wide network the host keeps its carrier: it learns of
-        the break by silence alone. (With its carrier gone, TCP on that host reported nothing in 40 s.)"""
+        the break by silence alone."""
         self._core.set_forwarding(index_of(self._cables[name].plug), connected)
+
+    def given_up(self) -> dict[str, int]:
+        """Per host, how many connections TCP has given up for want of an answer."""
+        result = {}
+        for host, namespace in zip(self.topology.hosts, self.host_namespaces):
+            enter(namespace)
+            lines = [line.split() for line in Path("/proc/net/netstat").read_text().splitlines()]
+            names, values = (line for line in lines if line[0] == "TcpExt:")
+            result[host.name] = int(values[names.index("TCPAbortOnTimeout")])
+        enter(self._core_namespace)
+        return result
 
     def counters(self) -> dict[str, Traffic]:
         """Per link, as what hangs on it sees it: what the switch got from a host is what it sent."""
@@ -154,7 +165,7 @@ class Wiring:
 
 def _new_network() -> int:
     """A network namespace whose devices will speak IPv4 alone: IPv6 greets its neighbours, and is counted."""
-    namespace = namespaces.new_network()
+    namespace = new_network()
     with suppress(OSError):  # a kernel without IPv6, or a container that protects its settings
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
     return namespace
@@ -162,7 +173,7 @@ def _new_network() -> int:
 
 def netem_exists() -> bool:
     """Whether this kernel can delay packets itself; tried on a device in a namespace of its own."""
-    namespace = namespaces.new_network()
+    namespace = new_network()
     probe = Netlink()
     try:
         probe.add_cable("probe", "peer")

@@ -1,0 +1,76 @@
+"""The command line as a person meets it: help that works, mistakes in one line with status 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import BENCHES, COMMANDS, main
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)], ids=str)
+def test_help_teaches(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([*words, "--help"])
+    assert stop.value.code == 0 and "usage: thinwire" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["fly"], ["bench", "wings"], ["convex", "--problem", "travelling-salesman"], ["bench", "codecs", "--mib", "0"]],
+    ids=str,
+)
+def test_mistakes_are_one_line_and_status_two(words):
+    done = subprocess.run(
+        [sys.executable, "-m", "thinwire.cli", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and done.stderr.strip().splitlines()[-1].startswith("thinwire")
+
+
+def test_doctor_finds_what_the_library_needs(tmp_path, capsys):
+    assert main(["doctor", "--json", str(tmp_path / "d.json")]) == 0
+    findings = {f["name"]: f for f in json.loads((tmp_path / "d.json").read_text())}
+    assert findings["torch"]["ok"] and findings["numba"]["ok"] and findings["gloo"]["ok"]
+    assert all(f["ok"] or f["remedy"] for f in findings.values())
+    assert "What this machine can do" in capsys.readouterr().out
+
+
+def test_bench_codecs_measures_and_writes(tmp_path, capsys):
+    assert main(["bench", "codecs", "--mib", "1", "--repeats", "1", "--json", str(tmp_path / "out" / "b.json")]) == 0
+    result = json.loads((tmp_path / "out" / "b.json").read_text())
+    assert {"4-bit encode", "4-bit decode", "select 1 %"} <= {row["task"] for row in result["rows"]}
+    assert "Ratios" in capsys.readouterr().out
+
+
+def test_json_into_nowhere_is_one_line(capsys):
+    assert main(["doctor", "--json", "/proc/nowhere/x.json"]) == 2
+    assert "cannot write /proc/nowhere/x.json" in capsys.readouterr().err
+
+
+def test_importing_thinwire_is_light():
+    """Neither the package nor the command's help imports torch."""
+    code = "import sys, thinwire.cli; thinwire.cli._parser([]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.timeout(180)
+def test_the_example_runs_across_processes():
+    """Two real processes over Gloo: compressed and plain reach the same accuracy, with a quarter of the bytes."""
+    said = {}
+    for flag in ([], ["--plain"]):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [*command, str(ROOT / "examples" / "two_stages.py"), *flag], capture_output=True, text=True, timeout=80,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True,
+        )  # fmt: skip
+        words = done.stdout.split()
+        said[bool(flag)] = float(words[words.index("accuracy") + 1].rstrip(",")), float(words[words.index("MB") - 1])
+    assert abs(said[False][0] - said[True][0]) < 0.02 and said[False][1] < 0.25 * said[True][1]

@@ -36,20 +36,12 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def lab(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cli.COMMANDS, "lab", ("thinwire.lab.command", "run programs on a slow network"))
-    monkeypatch.setitem(cli.BENCHES, "link", ("thinwire.lab.bench", "a link against its rate"))
-
-
-@pytest.fixture
 def program(tmp_path: Path) -> str:
     (tmp_path / "program.py").write_text(PROGRAM)
     return str(tmp_path / "program.py")
 
 
-def test_run_shows_output_table_and_json(
-    lab: None, program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_shows_output_table_and_json(program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "out" / "run.json"
     words = ["lab", "run", "--hosts", "2", "--rate", "100mbit", "--preload", "torch", "--json", str(record)]
     assert cli.main([*words, "--", "python", program, "--flag", "x"]) == 0
@@ -63,14 +55,14 @@ def test_run_shows_output_table_and_json(
     assert result["links"][1]["address"] == "10.77.0.2" and result["links"][0]["up"] == 1e8
 
 
-def test_a_failing_rank_gives_its_status(lab: None, program: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_rank_gives_its_status(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["lab", "run", "--hosts", "2", "--per-host", "1", "--preload", "torch"]
     assert cli.main([*words, "--", "python", program, "fail"]) == 9
     shown = capsys.readouterr()
     assert "rank 1 on host1 exited with status 9" in shown.err and "rank 1 has 2" in shown.err
 
 
-def test_a_time_limit_gives_124(lab: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_time_limit_gives_124(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lab", "run", "--timeout", "300ms", "--", "sleep", "60"]) == 124
     assert "still running" in capsys.readouterr().err
 
@@ -100,14 +92,14 @@ def test_a_time_limit_gives_124(lab: None, capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
-    lab: None, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["lab", "run", *words]) == 2
     shown = capsys.readouterr()
     assert complaint in shown.err and shown.err.count("\n") == 1 and shown.err.startswith("thinwire: ")
 
 
-def test_bench_link(lab: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "link.json"
     assert cli.main(["bench", "link", "--rates", "100mbit", "--seconds", "0.2s", "--json", str(record)]) == 0
     rows = json.loads(record.read_text())["rows"]

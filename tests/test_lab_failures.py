@@ -35,6 +35,11 @@ with Network(hosts=3, rate="10mbit", latency="5ms", preload=()) as net:
 """
 
 
+def with_path(*more: str) -> dict[str, str]:
+    """This environment, with our module path in it."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, *more])}
+
+
 def test_a_failing_rank_stops_the_others_and_its_last_words_are_kept() -> None:
     with Network(hosts=3, preload=()) as network:
         began = time.monotonic()
@@ -108,6 +113,23 @@ def test_refusals_name_a_remedy() -> None:
         assert "cannot make" in text and "; " in text and "\n" not in text
 
 
+def test_a_machine_that_forbids_namespaces_gets_one_line_with_the_remedy() -> None:
+    """Forbidden here as an administrator would, but inside a user namespace of the test's own."""
+    code = """
+from pathlib import Path
+from thinwire import cli
+from thinwire.lab.namespaces import become_own_root
+become_own_root()
+Path("/proc/sys/user/max_user_namespaces").write_text("0")
+raise SystemExit(cli.main(["lab", "run", "--", "true"]))
+"""
+    words = [sys.executable, "-c", code]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=30, env=with_path())
+    assert run.returncode == 2 and run.stderr.count("\n") == 1
+    assert "cannot make a user namespace" in run.stderr
+    assert "as root: sysctl -w user.max_user_namespaces=10000" in run.stderr
+
+
 @pytest.mark.parametrize("delay", [0.02, 0.08, 0.14, 0.2, 0.3, 0.5, None])
 def test_nothing_survives_kill_9_of_the_launcher(tmp_path: Path, delay: float | None) -> None:
     """At any moment of its life; None waits until the ranks and what they started are running."""
@@ -115,11 +137,7 @@ def test_nothing_survives_kill_9_of_the_launcher(tmp_path: Path, delay: float | 
     before = footprint()
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, DAEMON.replace("TOKEN", token).replace("WAIT", "300")],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([*sys.path, f"/nowhere/{token}"]),
-            "TMPDIR": str(tmp_path),
-        },
+        env=with_path(f"/nowhere/{token}") | {"TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         start_new_session=True,
     )

@@ -179,15 +179,10 @@ def test_rates_and_links_change_while_a_program_runs() -> None:
 def test_sixteen_hosts_and_gloo_ranks_come_up_fast() -> None:
     with Network(hosts=16, rate="1gbit", preload=("torch.distributed",)) as network:
         assert network.setup_seconds < 2.0
-        for attempt in (
-            1,
-            2,
-        ):  # the first imports torch too; the second is for a machine busy with other work
-            began = time.monotonic()
-            assert list(network.run(lab_programs.all_reduce, 1)) == [16.0] * 16
-            if time.monotonic() - began < 10.0:
-                break
-            assert attempt == 1
+        began = time.monotonic()
+        assert list(network.run(lab_programs.all_reduce, 1)) == [16.0] * 16
+        busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # other work on these cores stretches time
+        assert time.monotonic() - began < 10.0 * busy  # importing torch included
 
 
 def test_sixty_four_hosts() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
 
 from thinwire.errors import UsageError
-from thinwire.lab.shaping import PACKET, bundle_packets, burst_bytes, queue_bytes
+from thinwire.lab.shaping import PACKET, _netem, bundle_packets, burst_bytes, queue_bytes
 from thinwire.lab.topology import Link, flat, load
 from thinwire.lab.units import parse_loss, parse_rate, parse_time, show_bytes, show_rate
 
@@ -151,3 +152,12 @@ def test_topology_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="not TOML"):
         load(tmp_path / "binary.toml")
+
+
+def test_netem_speaks_the_kernels_units() -> None:
+    """10 ms is 156250 ticks of 64 ns; a loss of 1 is all 32 bits. (For kernels that have netem.)"""
+    body = _netem(0.010, 0.25, 1e8)
+    latency, limit, loss, gap, duplicate, jitter = struct.unpack("6I", body[-24:])
+    assert (latency, loss, gap, duplicate, jitter) == (156250, round(0.25 * 0xFFFFFFFF), 0, 0, 0)
+    assert limit >= 1000
+    assert b"netem\0" in body

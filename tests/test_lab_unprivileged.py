@@ -15,7 +15,7 @@ require_network()
 
 NOBODY = 65534
 HERE = Path(__file__).parent
-CHOSEN = "20mbit or 1gbit or (counters and 1000000) or reach or reshape or latency or failing or dead or survives"
+CHOSEN = "20mbit or 1gbit or (counters and 1000000) or reach or reshape or latency or failing or hang or survives"
 
 
 def as_nobody(*words: str, timeout: float) -> subprocess.CompletedProcess[str]:

@@ -38,7 +38,9 @@ from thinwire.lab.topology import Topology
 from thinwire.lab.wiring import Wiring, netem_exists
 
 TICK = 0.02  # how often ended ranks are noticed
-LOOK_SECONDS, NOTICE_SECONDS = 1.0, 5.0  # how often links are looked at, and how long ranks may take to notice
+LOOK_SECONDS, NOTICE_SECONDS = 1.0, 3.0  # how often links are looked at, and how long ranks may take to notice
+RELAY_RATE = 5e8  # bit/s; what the user-space delay carries with ease
+USER_SPACE_NOTE = "this kernel has no netem: latency is made in user space, and may itself limit links above 500mbit"
 HOSTS_FILE = "/etc/hosts"
 
 
@@ -168,6 +170,8 @@ class Keeper:
         self._wiring = Wiring(topology, netem, patience)
         self._delays = self._wiring.start_delays()
         notes = list(self._wiring.notes)
+        if self._delays is not None and topology.faster_than(RELAY_RATE):
+            notes.append(USER_SPACE_NOTE)
         try:
             replace_file(HOSTS_FILE, _hosts_file(topology))
         except OSError as error:

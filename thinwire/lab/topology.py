@@ -61,6 +61,11 @@ class Topology:
         """Every link by the name of what hangs on it: hosts, and sites where there are several."""
         return {h.name: h.link for h in self.hosts} | (self.sites if len(self.sites) > 1 else {})
 
+    def faster_than(self, rate: float) -> bool:
+        """Whether a link with latency or loss may carry more than `rate` bit/s."""
+        late = [link for link in self.links.values() if link.latency or link.loss]
+        return any(way is None or way > rate for link in late for way in (link.up, link.down))
+
     @property
     def lossy(self) -> bool:
         return any(link.loss for link in self.links.values())

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -209,6 +215,66 @@ def test_uniforms_have_the_moments_of_independent_streams():
     correlation = (u @ u.T) / 50_000 * 12
     assert (correlation - torch.eye(4)).abs().max() < 0.025
     assert ((u[:, 1:] * u[:, :-1]).mean(1) * 12).abs().max() < 0.025
+
+
+def test_kernels_run_from_many_threads_at_once():
+    """A communication thread and autograd call kernels together: the thread layer must allow it."""
+    x = tensor("gaussian", (300_000,), torch.float32, 0)
+    expected = quantize.quantize(x, 4, 128, impl="reference")
+    with ThreadPoolExecutor(4) as pool:
+        wires = list(pool.map(lambda _: quantize.quantize(x, 4, 128), range(40)))
+    assert all(torch.equal(wire, expected) for wire in wires)
+
+
+def test_a_child_forked_too_late_gets_an_error_not_a_signal():
+    code = """
+import os, torch
+from thinwire.codecs import Quantize
+x = torch.ones(200_000)  # made here: torch's own parallel loops hang in such a child
+Quantize(4).encode(x)
+pid = os.fork()
+if pid == 0:
+    try:
+        Quantize(4).encode(x)
+    except RuntimeError as error:
+        os._exit(7 if "fork before the first kernel" in str(error) else 1)
+    os._exit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 7
+
+
+def test_encoding_allocates_little_beyond_its_output():
+    """Peak memory while encoding 256 MB: the 34 MB message and O(blocks), not another copy of the input."""
+    code = """
+import resource, torch
+from thinwire.codecs import Quantize
+codec, x = Quantize(4), torch.ones(64_000_000)
+codec.encode(x[:200_000])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+wire = codec.encode(x)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 - wire.numel())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) < 24e6
+
+
+def test_compiled_kernels_find_another_folder(monkeypatch, tmp_path):
+    """A read-only install: the cache goes to the user's folder, then to a temporary one."""
+    from thinwire.kernels.cpu import compile as compiling
+
+    first = compiling._cache_directory()
+    real = tempfile.TemporaryFile
+    refused = str(Path(first).parent)
+
+    def picky(dir):
+        if str(dir).startswith(refused):
+            raise PermissionError("read-only")
+        return real(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", picky)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compiling._cache_directory().startswith(str(tmp_path / ".cache" / "thinwire"))
 
 
 @pytest.mark.huge

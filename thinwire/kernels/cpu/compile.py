@@ -48,6 +48,8 @@ def _cache_directory() -> str:
 numba.config.THREADING_LAYER = "omp"
 numba.config.CACHE_DIR = CACHE_DIRECTORY = _cache_directory()
 
+_owner: dict[str, int] = {}  # the process that ran the first parallel kernel: OpenMP's threads belong to it
+
 OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
@@ -64,6 +66,11 @@ def parallel(function: Callable) -> Any:
     compiled = numba.njit(parallel=True, **OPTIONS)(function)
 
     def call(*args: Any) -> Any:
+        if os.getpid() != _owner.setdefault("pid", os.getpid()):
+            raise RuntimeError(
+                "CPU kernels cannot run in a child forked after its parent ran one (OpenMP would end it): "
+                "fork before the first kernel, or start workers with spawn"
+            )
         small = all(a.size < PARALLEL_VALUES for a in args if isinstance(a, np.ndarray))
         threads = 1 if small else min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
         numba.set_num_threads(threads)

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--mib and --repeats must be at least 1, not {args.mib} and {args.repeats}")
     g = torch.Generator().manual_seed(0)
     x = torch.randn(args.mib * 2**18, generator=g)
-    candidates = [*_copies(x), *_ours(x), *_eager(x), *_piquant(x), *_bitsandbytes(x), *_selection(x)]
+    candidates = [*_copies(x), *_ours(x), *_eager(x), *_piquant(x), *_bitsandbytes(x), *_hivemind(x), *_selection(x)]
     seconds = measure(candidates, args.repeats)
     rows: list[dict[str, Any]] = [
         {"task": c.task, "name": c.name, "ms": 1e3 * seconds[i], "gb_per_s": c.nbytes / seconds[i] / 1e9}
@@ -87,6 +87,7 @@ def ratios(ms: dict[tuple[str, str], float]) -> list[dict[str, Any]]:
         ("4-bit decode, in place", "thinwire", "pi-quant", "reported"),
         ("8-bit encode", "thinwire", "pi-quant", "≥ 1.0× as a target"),
         ("8-bit encode", "thinwire", "bitsandbytes", "reported"),
+        ("8-bit encode", "thinwire", "hivemind blockwise", "reported"),
         ("8-bit decode", "thinwire", "pi-quant", "reported"),
         ("4-bit encode", "thinwire", "torch eager", "reported"),
         ("4-bit encode", "thinwire, stochastic", "thinwire", "≥ 0.5×"),
@@ -186,8 +187,19 @@ def _piquant(x: Tensor) -> list[Candidate]:
     return [*rows, Candidate("pi-quant", "4-bit decode, in place", add, x.nbytes)]
 
 
+def _hivemind(x: Tensor) -> list[Candidate]:
+    """hivemind's blockwise codec: bitsandbytes plus serialisation. Encoding only: hivemind 1.1.12 fails to decode with
+    NumPy 2.4. Measured where hivemind is installed; it is no dependency of ours."""
+    try:
+        hivemind = importlib.import_module("hivemind.compression")
+    except ImportError:
+        return []
+    codec, info = hivemind.BlockwiseQuantization(), hivemind.CompressionInfo.from_tensor(x)
+    return [Candidate("hivemind blockwise", "8-bit encode", partial(codec.compress, x, info), x.nbytes)]
+
+
 def _bitsandbytes(x: Tensor) -> list[Candidate]:
-    """Blockwise int8, the quantiser inside hivemind's BlockwiseQuantization (which calls this very function)."""
+    """Blockwise int8, the quantiser people know."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it reports optional GPU parts that are absent
     try:
         functional = importlib.import_module("bitsandbytes.functional")

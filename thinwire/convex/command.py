@@ -26,6 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     seeds = list(range(_seeds(args)))
     folder = _folder(args.out)
+    write_json(args.json, {})  # a path that cannot be written is better found before the long work
     tasks = experiments.plan(_chosen(args), seeds, args.quick)
     with progress("convex", len(tasks)) as advance:
         results = experiments.run(tasks, experiments.Results(seeds), advance)
@@ -70,7 +71,7 @@ def _print(results: experiments.Results, rows: list[dict[str, Any]], checks: lis
     for figure, traces in results.traces.items():
         cells = [summary.cells(row) for row in rows if row["figure"] == figure]
         runs = len(next(iter(traces.values())).error[0])
-        table(f"{figure}, seeds {results.seeds[:runs]}", summary.COLUMNS, cells, summary.CAPTION)
+        table(f"{figure}, seeds {', '.join(map(str, results.seeds[:runs]))}", summary.COLUMNS, cells, summary.CAPTION)
     if results.two_stage:
         curves = results.two_stage
         horizons = sorted(next(iter(curves.values())))

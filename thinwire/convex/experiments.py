@@ -22,6 +22,7 @@ DENSITIES = (0.3, 0.5, 0.9)
 LEVELS = (3, 5, 8)
 HORIZONS = (256, 1024, 4096, 16384, 65536)
 MOST_PROCESSES = 8
+WORTH_A_POOL = 60_000  # steps; fewer are done before a process has imported torch
 PLOTTED = "DIANA, plotted step"
 
 
@@ -83,7 +84,7 @@ def _outcomes(order: Sequence[int], tasks: Sequence[Task]) -> Iterator[tuple[int
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(cores, len(tasks), MOST_PROCESSES)
     calls = [(i, tasks[i].make) for i in order]
-    if processes <= 1:
+    if processes <= 1 or sum(task.cost for task in tasks) < WORTH_A_POOL:
         yield from map(_call, calls)
         return
     context = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads
@@ -134,7 +135,7 @@ def _logistic(seeds: Sequence[int], splits: Sequence[str]) -> list[Task]:
         problem, codec = problems.logistic(seeds, split), RandK(0.3)
         rows = [methods.gd(), methods.dcgd(codec), methods.diana(codec), methods.rand_diana(codec, problem)]
         rows.append(Method("EF21", TopK(0.3), EF21(), steps.ef21))
-        tasks += [_task("logistic", f"{m.name}, {split} split", m, problem, seeds) for m in rows]
+        tasks += [_task("logistic", f"{m.name}, split {split}", m, problem, seeds) for m in rows]
     return tasks
 
 

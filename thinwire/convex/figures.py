@@ -11,16 +11,16 @@ from matplotlib.figure import Figure
 
 from thinwire.convex.bits import UNITS
 from thinwire.convex.experiments import PLOTTED, Results
-from thinwire.convex.simulate import Trace
+from thinwire.convex.simulate import STOP, Trace
 from thinwire.errors import UsageError
 
 # Okabe and Ito's colours, distinguishable without red-green vision; line styles repeat the difference.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
 STYLES = ("-", "--", ":")
-CYCLE = [*((c, "-") for c in COLOURS), *((c, "--") for c in COLOURS[:5]), (COLOURS[5], ":")]
+CYCLE = [*((c, "-") for c in COLOURS), *((COLOURS[i], "--") for i in (0, 6, 2, 3, 4)), (COLOURS[5], ":")]
 POINTS = 150  # of a curve: more cannot be seen
 ERROR = "‖x − x*‖² / ‖x⁰ − x*‖²"
-DPI = 110
+DPI = 92
 
 
 def draw(results: Results) -> dict[str, Figure]:
@@ -77,7 +77,7 @@ def sweep(traces: dict[str, Trace], title: str) -> Figure:
         for ax in axes[1:] if method == PLOTTED else axes:
             _curve(ax, trace, label, "paper", color=colour, linestyle=style)
     axes[0].set_title("matched steps of the theory")
-    axes[1].set_title("with DIANA at γ = 1/(2L_max(1 + 4ω)), dotted, as the paper plots it")
+    axes[1].set_title("dotted: DIANA at γ = 1/(2L_max(1 + 4ω)), which fits the paper's plot")
     _axes(axes[0], UNITS["paper"], ERROR)
     _axes(axes[1], UNITS["paper"], "")
     for ax in axes:
@@ -134,15 +134,16 @@ def two_stage(curves: dict[str, dict[int, list[float]]]) -> Figure:
     ax.set_xscale("log")
     _axes(ax, "T (steps; γ ∝ 1/√T)", "mean of ‖∇f‖² over the T steps")
     ax.legend(frameon=False)
-    ax.set_title("Two-stage non-convex toy, ternary activations: delta keeps the slope, direct stalls")
+    ax.set_title("Two stages, ternary activations: delta keeps the slope, direct stalls")
     return figure
 
 
 def _curve(ax: Axes, trace: Trace, label: str, unit: str | None, **look: Any) -> None:
-    """The first seed's curve, thinned."""
+    """The first seed's curve down to STOP, thinned."""
     across: Sequence[float] = trace.steps if unit is None else [row[0] / 1e6 for row in trace.bits(unit)]
-    every = max(1, len(trace.steps) // POINTS)
-    ax.plot(across[::every], [row[0] for row in trace.error[::every]], label=label, linewidth=1.6, **look)
+    last = trace.reached(STOP)[0]
+    shown = slice(0, None if last is None else last + 1, max(1, (last or len(trace.steps)) // POINTS))
+    ax.plot(across[shown], [row[0] for row in trace.error[shown]], label=label, linewidth=1.6, **look)
 
 
 def _axes(ax: Axes, across: str, up: str) -> None:

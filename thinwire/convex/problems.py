@@ -15,7 +15,7 @@ from sklearn.datasets import load_breast_cancer, make_regression
 from torch import Tensor
 
 WORKERS = 10
-SPLITS = ("even", "by label")
+SPLITS = ("random", "by label")
 
 Slope = Callable[[Tensor, Tensor], Tensor]
 
@@ -94,10 +94,10 @@ def interpolation(seeds: Sequence[int], samples: int = 60, dim: int = 80) -> Pro
     return _linear("interpolation", a, b, squares, float(WORKERS), 0.0, curvature=1.0)
 
 
-def logistic(seeds: Sequence[int], split: str = "even", lam: float = 0.01) -> Problem:
+def logistic(seeds: Sequence[int], split: str = "random", lam: float = 0.01) -> Problem:
     """Logistic regression on the breast-cancer data (569 × 30, standardised), mean loss plus (λ/2)‖x‖².
 
-    Split "even": at random; "by label": sorted by class, so that most workers see one class only.
+    Split "random": even and at random; "by label": sorted by class, so that most workers see one class only.
     """
     data = load_breast_cancer()
     features = (data.data - data.data.mean(axis=0)) / data.data.std(axis=0)
@@ -111,7 +111,7 @@ def logistic(seeds: Sequence[int], split: str = "even", lam: float = 0.01) -> Pr
         a.append(features[order])
         b.append(labels[order])
     weight = WORKERS / kept
-    name = f"logistic, {split} split"
+    name = f"logistic, split {split}"
     return _linear(name, np.stack(a), np.stack(b), logistic_loss, weight, lam, curvature=0.25)
 
 

@@ -67,7 +67,7 @@ def cells(row: dict[str, Any]) -> list[Any]:
     sent = [None if b is None else b / 1e6 for unit in ("paper_bits", "real_bits") for b in row[unit].values()]
     floor = row["floor"]
     return [
-        f"{row['figure']}: {row['label']}",
+        row["label"],
         row["codec"],
         spread,
         *counts,
@@ -114,15 +114,14 @@ def _at_density(q: float, diana: float, rand: float, traces: dict[str, Trace]) -
 
 
 def _dithering(traces: dict[str, Trace]) -> str:
-    sent = {label: bits(t, "paper")[0] / 1e6 for label, t in traces.items()}
-    best = {
-        m: min((b, label) for label, b in sent.items() if label.startswith(f"{m}, s"))
-        for m in ("DIANA", "Rand-DIANA", PLOTTED)
-    }
-    text = ", ".join(f"{label} {b:.1f}" for b, label in best.values())
+    best = {}
+    for method in ("DIANA", "Rand-DIANA", PLOTTED):
+        sent = [(bits(t, "paper")[0] / 1e6, t.method.codec) for t in traces.values() if t.method.name == method]
+        least, codec = min(sent, key=lambda pair: pair[0])
+        best[method] = f"{method} {least:.1f} with {name_of(codec)}"
     return _wrapped(
-        "Natural dithering, paper Mbit to 1e-18: the paper's best are DIANA 13 at s = 8 and Rand-DIANA 37 at "
-        f"s = 3; ours are {text}. The best s agree; the paper's DIANA lies between our two steps."
+        "Natural dithering, paper Mbit to 1e-18: the paper's best are DIANA 13 at s = 8 and Rand-DIANA 37 at s = 3. "
+        f"Ours are {', '.join(best.values())}: Rand-DIANA's agrees, and the paper's DIANA lies between our two steps."
     )
 
 
@@ -132,4 +131,4 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, width=110, initial_indent="- ", subsequent_indent="  ")
+    return textwrap.fill(text.strip(), width=110, initial_indent="- ", subsequent_indent="  ")

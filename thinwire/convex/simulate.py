@@ -82,8 +82,8 @@ def seeds_of(runs: Sequence[int], workers: int) -> Iterator[list[int]]:
     index = torch.arange(BLOCK * workers)
     while True:
         low = torch.stack([hash32(index, a) for a, _ in keys])
-        high = torch.stack([hash32(index, b) >> 1 for _, b in keys])
-        both = (high << 32 | low).view(len(runs), BLOCK, workers)
+        high = torch.stack([hash32(index, b) // 2 for _, b in keys])
+        both = (high * 2**32 + low).view(len(runs), BLOCK, workers)
         yield from both.transpose(0, 1).reshape(BLOCK, -1).tolist()
         index = index + BLOCK * workers
 

@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Channel": "thinwire.channel", "Codec": "thinwire.codecs", "Memory": "thinwire.memory",
-    "codecs": "", "memory": "", "kernels": "", "lab": "", "planner": "", "convex": "",
+    "codecs": "", "memory": "", "collectives": "", "kernels": "", "lab": "", "planner": "", "convex": "",
 }  # fmt: skip
 
 

@@ -138,8 +138,7 @@ class Channel:
         x, e, h = x.to(work), self.ledger.read("e", key), self.visits.shift(key, x.to(work))
         u = memory.outgoing(x, e, h)
         state = dict(self.staged_collective.get(key) or self.collective_state.get(key, {}))
-        rank = dist.get_rank(group) if dist.is_initialized() else 0
-        seed = derive(self.seed, self.step, key, rank, self.counts.get(key, 0))
+        seed = derive(self.seed, self.step, key, self.counts.get(key, 0))
         mean, own = self.codec.exchange(u, group, state=state, key=key, step=self.step, seed=seed)
         center = self.ledger.read("m", key) if memory.mirrored else _group_mean(h, group) if h is not None else None
         y = mean if center is None else center + mean

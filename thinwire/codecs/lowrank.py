@@ -52,19 +52,9 @@ class LowRank(Codec):
             return raw_bytes(x)
         work = torch.promote_types(x.dtype, torch.float32)
         matrix = x.reshape(matrix_shape(tuple(x.shape))).to(work)
-        left = torch.linalg.qr(matrix @ self._start(matrix, seed, prev)).Q
+        left = torch.linalg.qr(matrix @ starting_factor(matrix, self.rank, seed, prev)).Q
         right = matrix.T @ left
         return raw_bytes(torch.cat((left.reshape(-1), right.reshape(-1))).to(x.dtype))
-
-    def _start(self, matrix: Tensor, seed: int, prev: Tensor | None) -> Tensor:
-        """Q₀: prev with unit columns; columns that vanished (zero gradients) are drawn afresh."""
-        columns = matrix.shape[1]
-        fresh = gaussian(columns * self.rank, seed, matrix.device).to(matrix.dtype).view(columns, self.rank)
-        if prev is None:
-            return fresh
-        prev = prev.to(matrix.dtype)
-        norm = torch.linalg.vector_norm(prev, dim=0)
-        return torch.where(norm > 0, prev / torch.where(norm > 0, norm, 1.0), fresh)
 
     def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
         values = from_raw(wire, dtype)
@@ -85,6 +75,17 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     if not shape:
         return 1, 1
     return math.prod(shape[:-1]), shape[-1]
+
+
+def starting_factor(matrix: Tensor, rank: int, seed: int, prev: Tensor | None) -> Tensor:
+    """Q₀ [columns, rank]: prev with unit columns; columns that vanished (zero gradients) are drawn afresh."""
+    columns = matrix.shape[1]
+    fresh = gaussian(columns * rank, seed, matrix.device).to(matrix.dtype).view(columns, rank)
+    if prev is None or prev.shape != fresh.shape:
+        return fresh
+    prev = prev.to(matrix.dtype)
+    norm = torch.linalg.vector_norm(prev, dim=0)
+    return torch.where(norm > 0, prev / torch.where(norm > 0, norm, 1.0), fresh)
 
 
 def gaussian(n: int, seed: int, device: torch.device | str) -> Tensor:

@@ -1,0 +1,63 @@
+"""Some entries of a vector, (index, value), as bytes: what sparse collectives send.
+
+Values as they are (fp32), as bf16, or as int8 with a 16-bit scale per 64; indices as int32 (int64 past 2³¹) or coded
+by Elias–Fano or a bitmap. The size follows from (n, k), so counts are all that has to be exchanged first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec, from_raw, raw_bytes
+from thinwire.codecs.exact import Cast, Identity
+from thinwire.codecs.quantize import Quantize
+from thinwire.errors import UsageError
+from thinwire.kernels import indices as coding
+
+VALUES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16"), "int8": Quantize(8, block=64)}
+INDICES = ("int32", "coded")
+
+
+@dataclass(frozen=True)
+class Entries:
+    values: str = "fp32"
+    indices: str = "int32"
+
+    def __post_init__(self) -> None:
+        if self.values not in VALUES:
+            raise UsageError(f"values must be one of {', '.join(VALUES)}, not {self.values!r}")
+        if self.indices not in INDICES:
+            raise UsageError(f"indices must be one of {', '.join(INDICES)}, not {self.indices!r}")
+
+    def nbytes(self, n: int, k: int, dtype: torch.dtype = torch.float32) -> int:
+        return VALUES[self.values].nbytes((k,), dtype) + self._index_bytes(n, k)
+
+    def encode(self, index: Tensor, values: Tensor, n: int) -> Tensor:
+        """index: int64[k] ascending below n, values: float[k] → uint8[nbytes]."""
+        body = VALUES[self.values].encode(values)
+        if self.indices == "coded":
+            return torch.cat((body, coding.encode_indices(index, n)))
+        return torch.cat((body, raw_bytes(index.to(_index_dtype(n)))))
+
+    def decode(self, wire: Tensor, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """The inverse: (int64[k], float[k]). A message of the wrong length or with an index outside: ValueError."""
+        if wire.numel() != self.nbytes(n, k, dtype):
+            raise ValueError(f"{k} entries of {n} take {self.nbytes(n, k, dtype)} bytes, not {wire.numel()}")
+        cut = VALUES[self.values].nbytes((k,), dtype)
+        values = VALUES[self.values].decode(wire[:cut], (k,), dtype)
+        if self.indices == "coded":
+            return coding.decode_indices(wire[cut:], n, k), values
+        index = from_raw(wire[cut:], _index_dtype(n)).long()
+        if k:
+            coding.check_indices(index, n, k)
+        return index, values
+
+    def _index_bytes(self, n: int, k: int) -> int:
+        return coding.index_bytes(n, k) if self.indices == "coded" else k * _index_dtype(n).itemsize
+
+
+def _index_dtype(n: int) -> torch.dtype:
+    return torch.int32 if n < 2**31 else torch.int64

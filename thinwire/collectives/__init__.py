@@ -1,0 +1,20 @@
+"""Collectives: `exchange(u) → (mean, own)` with Σ own = P·mean, for any world size."""
+
+from thinwire.collectives.base import Collective
+from thinwire.collectives.dense import Dense, Gather, Quantized, TopkAllgather, TwoHop
+from thinwire.collectives.lowrank import LowRank
+from thinwire.collectives.oktopk import OkTopk
+from thinwire.collectives.sparse import GTopk, TopkDSA
+
+__all__ = [
+    "Collective",
+    "Dense",
+    "GTopk",
+    "Gather",
+    "LowRank",
+    "OkTopk",
+    "Quantized",
+    "TopkAllgather",
+    "TopkDSA",
+    "TwoHop",
+]

@@ -1,0 +1,183 @@
+"""Ok-Topk: a sparse all-reduce whose volume does not grow with the number of workers (PPoPP 2022).
+
+Thresholds are reused for τ′ steps and steered in between, regions of equal load are re-cut every τ steps, and every
+region has one owner who adds it up; ≤ 6k(P−1)/P words for similar workers. Better than the paper: thresholds from
+O(n) histograms, the global one by all-reducing the owners' histograms instead of gathering all non-zeros; regions from
+a *pooled* index histogram, which balances unlike workers too; the cyclic region → owner shift that keeps most entries
+home; coded indices and values, with what coding changed charged to whoever coded it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import TopK
+from thinwire.codecs.entries import Entries
+from thinwire.collectives.base import Collective, State, all_reduce, gather, swap, world
+from thinwire.collectives.sparse import cut, put
+from thinwire.errors import UsageError
+from thinwire.kernels import select
+
+INDEX_BINS = 4096  # of the pooled histogram that regions are cut from
+DRIFT = 1.25  # counts within a factor of this of k are steered; beyond it the local threshold is taken afresh
+STEER = 0.5  # threshold ← threshold · (count/k)^STEER
+CROWDED = 4.0  # an owner with this many times the average hands entries to others before the all-gather
+
+
+@dataclass(frozen=True)
+class OkTopk(Collective):
+    """Wire steps of one exchange:
+
+    1. local: entries with |u| ≥ th_l, at most DRIFT·k of them (th_l exact every τ′ steps, steered in between)
+    2. every τ steps: all-reduce the index histogram, cut P regions of equal load; choose the owner shift
+    3. all-gather the P×P counts; 4. swap: each region's entries to its owner, in rotation; the owner adds in rank order
+    5. every τ′ steps: all-reduce the owners' magnitude histograms → th_g, so that about k entries pass
+    6. all-gather the owners' counts; where one is crowded, hand over contiguous shares (balance)
+    7. swap: everybody's share to everybody; mean = sum/P
+    own = this member's entries that passed globally, as they were sent, plus what coding did to the sums it owns.
+    """
+
+    density: float
+    tau: int = 64
+    tau_prime: int = 32
+    values: str = "fp32"
+    indices: str = "int32"
+
+    def __post_init__(self) -> None:
+        TopK(self.density), Entries(self.values, self.indices)  # they refuse bad settings
+        for name in ("tau", "tau_prime"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise UsageError(f"{name} must be a positive integer, not {getattr(self, name)!r}")
+
+    def exchange(
+        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        size, rank = world(group)
+        flat = u.reshape(-1)
+        n = flat.numel()
+        if n == 0:
+            return u.clone(), u.clone()
+        k, age = TopK(self.density).count(n), int(state.get("age", torch.tensor(0)))
+        index, values = self._local(flat, k, state, fresh=age % self.tau_prime == 0)
+        if "bounds" not in state or age % self.tau == 0 or state["bounds"].numel() != size + 1:
+            self._cut_regions(index, n, state, group)
+        bounds, shift = state["bounds"].tolist(), int(state["shift"])
+        code = Entries(self.values, self.indices)
+        region, mine, sent = _split_and_reduce(cut(index, values, bounds), bounds, shift, code, flat, group)
+        self._global_threshold(region, k, state, group, fresh=age % self.tau_prime == 0)
+        picked = select.select(region, state["th_g"], region.numel())
+        everything = _balanced_gather(picked[0] + bounds[mine], picked[1], n, code, group)
+        self._steer_global(everything[0].numel(), k, state)
+        mean, passed = put(n, *everything), torch.zeros(n, dtype=torch.bool, device=flat.device)
+        passed[everything[0]] = True
+        own = torch.where(passed, sent, 0)
+        index = picked[0] + bounds[mine]
+        select.scatter_add(own, index, mean[index] - picked[1])  # what coding did to the sums it owns
+        state["age"] = torch.tensor(age + 1)
+        return (mean / size).view(u.shape), own.view(u.shape)
+
+    def _local(self, flat: Tensor, k: int, state: State, fresh: bool) -> tuple[Tensor, Tensor]:
+        """Step 1. A threshold that has drifted too far is taken afresh: that is a local matter."""
+        cap = min(flat.numel(), max(k, int(DRIFT * k)))
+        if not fresh and "th_l" in state:
+            index, values = select.select(flat, state["th_l"], flat.numel())
+            if k / DRIFT <= index.numel() <= cap:
+                state["th_l"] = _steered(state["th_l"], index.numel(), k)
+                return index, values
+        state["th_l"] = select.kth_magnitude(flat, k)
+        return select.top(flat, k)
+
+    def _cut_regions(self, index: Tensor, n: int, state: State, group: Any) -> None:
+        """Step 2: boundaries of equal pooled load, and the shift that keeps most entries at home."""
+        size, rank = world(group)
+        bins = min(INDEX_BINS, n)
+        counts = all_reduce(torch.bincount(index * bins // n, minlength=bins).double(), group)
+        load = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+        wanted = load[-1] * torch.arange(1, size, device=load.device) / size
+        place = torch.searchsorted(load, wanted).clamp(1, bins)
+        share = (wanted - load[place - 1]) / (load[place] - load[place - 1]).clamp(min=1e-30)
+        inner = (((place - 1) + share.clamp(0, 1)) * n / bins).long()
+        ends = torch.tensor([0, n], device=inner.device)
+        bounds = torch.cat((ends[:1], inner, ends[1:])).cummax(0).values
+        state["bounds"] = bounds
+        held = torch.searchsorted(index, bounds).diff()
+        matrix = torch.stack(gather(held, group))  # [member, region]
+        home = [sum(int(matrix[(j + s) % size, j]) for j in range(size)) for s in range(size)]
+        state["shift"] = torch.tensor(max(range(size), key=home.__getitem__))
+
+    def _global_threshold(self, region: Tensor, k: int, state: State, group: Any, fresh: bool) -> None:
+        """Step 5: the k-th magnitude of the whole sum, to an eighth of an octave, from the pooled histogram."""
+        if fresh or "th_g" not in state:
+            counts = all_reduce(select.histogram(region.float()), group)
+            counts[0] = 0  # zeros are nobody's entries
+            state["th_g"] = select.threshold_from(counts, k).clamp(min=torch.finfo(torch.float32).tiny)
+
+    def _steer_global(self, count: int, k: int, state: State) -> None:
+        state["th_g"] = _steered(state["th_g"], count, k)
+
+
+def _steered(threshold: Tensor, count: int, k: int) -> Tensor:
+    return threshold * float((max(count, 1) / k) ** STEER)
+
+
+def _split_and_reduce(
+    parts: list[tuple[Tensor, Tensor]], bounds: list[int], shift: int, code: Entries, like: Tensor, group: Any
+) -> tuple[Tensor, int, Tensor]:
+    """Steps 3 and 4: (the sum over members of this member's region, which region, this member's entries as sent)."""
+    size, rank = world(group)
+    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+    mine = (rank - shift) % size
+    counts = torch.tensor([index.numel() for index, _ in parts])
+    matrix = torch.stack(gather(counts, group))
+    messages = [code.encode(*part, length) for part, length in zip(parts, lengths)]
+    outgoing = [messages[(owner - shift) % size] for owner in range(size)]
+    sizes = [code.nbytes(lengths[mine], int(c), like.dtype) for c in matrix[:, mine]]
+    region = like.new_zeros(lengths[mine])
+    for sender, wire in enumerate(swap(outgoing, sizes, group)):
+        select.scatter_add(region, *code.decode(wire, lengths[mine], int(matrix[sender, mine]), like.dtype))
+    sent = torch.zeros_like(like)
+    for j, wire in enumerate(messages):
+        select.scatter_add(sent[bounds[j] : bounds[j + 1]], *code.decode(wire, lengths[j], int(counts[j]), like.dtype))
+    return region, mine, sent
+
+
+def _balanced_gather(index: Tensor, values: Tensor, n: int, code: Entries, group: Any) -> tuple[Tensor, Tensor]:
+    """Steps 6 and 7: every member's (index, value) to every member; crowded ones hand over contiguous shares first."""
+    size, rank = world(group)
+    counts = [int(c) for c in gather(torch.tensor([index.numel()]), group)]
+    if max(counts) * size > CROWDED * sum(counts):
+        index, values, counts = _hand_over(index, values, counts, n, group)
+    message = code.encode(index, values, n)
+    sizes = [code.nbytes(n, c, values.dtype) for c in counts]
+    arrived = swap([message] * size, sizes, group)
+    parts = [code.decode(w, n, c, values.dtype) for w, c in zip(arrived, counts)]
+    return torch.cat([i for i, _ in parts]), torch.cat([v for _, v in parts])
+
+
+def _hand_over(
+    index: Tensor, values: Tensor, counts: list[int], n: int, group: Any
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Entries in member order, re-cut into P shares that differ by at most one; exact values, only what moves."""
+    size, rank = world(group)
+    exact = Entries("fp32", "int32")
+    starts = [sum(counts[:j]) for j in range(size + 1)]
+    shares = [starts[-1] * j // size for j in range(size + 1)]
+
+    def overlap(owner: int, taker: int) -> tuple[int, int]:
+        low, high = max(starts[owner], shares[taker]), min(starts[owner + 1], shares[taker + 1])
+        return low, max(low, high)
+
+    outgoing = []
+    for taker in range(size):
+        low, high = (edge - starts[rank] for edge in overlap(rank, taker))
+        outgoing.append(exact.encode(index[low:high], values[low:high], n))
+    taken = [high - low for low, high in (overlap(owner, rank) for owner in range(size))]
+    arrived = swap(outgoing, [exact.nbytes(n, c, values.dtype) for c in taken], group)
+    parts = [exact.decode(w, n, c, values.dtype) for w, c in zip(arrived, taken)]
+    merged = torch.cat([i for i, _ in parts]), torch.cat([v for _, v in parts])
+    order = merged[0].argsort()
+    return merged[0][order], merged[1][order], [b - a for a, b in zip(shares, shares[1:])]

@@ -1,0 +1,164 @@
+"""The sparse rivals of Ok-Topk, done fairly: exact selection, coded entries, no staging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import TopK
+from thinwire.codecs.entries import Entries
+from thinwire.codecs.exact import Identity
+from thinwire.collectives.base import Collective, State, gather, swap, world
+from thinwire.kernels import select
+
+EXACT = Identity()
+
+
+def region_bounds(n: int, size: int) -> list[int]:
+    """P + 1 boundaries of equal static regions."""
+    return [n * j // size for j in range(size + 1)]
+
+
+def cut(index: Tensor, values: Tensor, bounds: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Sorted entries → per region (indices relative to its start, values)."""
+    edges = torch.searchsorted(index, torch.tensor(bounds, device=index.device)).tolist()
+    return [(index[a:b] - lo, values[a:b]) for a, b, lo in zip(edges, edges[1:], bounds)]
+
+
+def put(n: int, index: Tensor, values: Tensor) -> Tensor:
+    return select.scatter_add(values.new_zeros(n), index, values)
+
+
+@dataclass(frozen=True)
+class TopkDSA(Collective):
+    """SparCML's dynamic sparse all-reduce: static equal regions, no second selection.
+
+    1. exact top-k; 2. exchange counts; 3. entries to the owner of their region, who adds them in rank order; 4. owners
+    send the non-zeros of their region to all, as entries, or whole where more than a third is filled.
+    4k(P−1)/P words when supports coincide, (2k+n)(P−1)/P when they fill up.
+    """
+
+    density: float
+    values: str = "fp32"
+    indices: str = "int32"
+
+    def __post_init__(self) -> None:
+        TopK(self.density), Entries(self.values, self.indices)  # they refuse bad settings
+
+    def exchange(
+        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        size, rank = world(group)
+        code, flat = Entries(self.values, self.indices), u.reshape(-1)
+        n, bounds = flat.numel(), region_bounds(flat.numel(), size)
+        if n == 0:
+            return u.clone(), u.clone()
+        parts = cut(*select.top(flat, TopK(self.density).count(n)), bounds)
+        region, own = reduce_regions(parts, bounds, code, flat, group)
+        index = torch.nonzero(region).reshape(-1)
+        counts = [int(c) for c in gather(torch.tensor([index.numel()]), group)]
+        full = [3 * c > b - a for c, a, b in zip(counts, bounds, bounds[1:])]
+        sizes = [
+            EXACT.nbytes((b - a,), u.dtype) if whole else code.nbytes(b - a, c, u.dtype)
+            for whole, c, a, b in zip(full, counts, bounds, bounds[1:])
+        ]
+        message = EXACT.encode(region) if full[rank] else code.encode(index, region[index], region.numel())
+        mean = torch.empty_like(flat)
+        for j, wire in enumerate(swap([message] * size, sizes, group)):
+            length = bounds[j + 1] - bounds[j]
+            whole = EXACT.decode(wire, (length,), u.dtype) if full[j] else None
+            part = whole if whole is not None else put(length, *code.decode(wire, length, counts[j], u.dtype))
+            mean[bounds[j] : bounds[j + 1]] = part
+        mine = slice(bounds[rank], bounds[rank + 1])
+        own[mine] += mean[mine] - region  # what coding the sums changed
+        return (mean / size).view(u.shape), own.view(u.shape)
+
+
+def reduce_regions(
+    parts: list[tuple[Tensor, Tensor]], bounds: list[int], code: Entries, like: Tensor, group: Any
+) -> tuple[Tensor, Tensor]:
+    """Split and reduce: (the sum over members of this member's region, this member's entries as they were sent).
+
+    1. all-gather the P counts of every member; 2. swap the coded entries; 3. add in rank order.
+    """
+    size, rank = world(group)
+    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+    counts = torch.tensor([index.numel() for index, _ in parts])
+    matrix = torch.stack(gather(counts, group))
+    messages = [code.encode(*part, length) for part, length in zip(parts, lengths)]
+    sizes = [code.nbytes(lengths[rank], int(c), like.dtype) for c in matrix[:, rank]]
+    region = like.new_zeros(lengths[rank])
+    for sender, wire in enumerate(swap(messages, sizes, group)):
+        index, values = code.decode(wire, lengths[rank], int(matrix[sender, rank]), like.dtype)
+        select.scatter_add(region, index, values)
+    own = torch.zeros_like(like)
+    for j, wire in enumerate(messages):
+        index, values = code.decode(wire, lengths[j], int(counts[j]), like.dtype)
+        select.scatter_add(own[bounds[j] : bounds[j + 1]], index, values)
+    return region, own
+
+
+@dataclass(frozen=True)
+class GTopk(Collective):
+    """gTop-k: a binary tree of merges, each keeping the k largest of two, then a broadcast down the tree.
+
+    1. exact top-k; 2. at level l rank r with bit l set sends its entries to r − 2^l, which adds them and keeps the k
+    largest; 3. the root's k entries come back down the tree. What a merge rejects is taken off the merging rank's own,
+    so it returns to its residual. 4k·log₂P words at the busiest ranks; any P.
+    """
+
+    density: float
+    values: str = "fp32"
+    indices: str = "int32"
+
+    def __post_init__(self) -> None:
+        TopK(self.density), Entries(self.values, self.indices)
+
+    def exchange(
+        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        size, rank = world(group)
+        code, flat = Entries(self.values, self.indices), u.reshape(-1)
+        n = flat.numel()
+        if n == 0:
+            return u.clone(), u.clone()
+        k = TopK(self.density).count(n)
+        wire = code.encode(*select.top(flat, k), n)
+        own = put(n, *code.decode(wire, n, k, u.dtype))
+        held, levels = own.clone(), [1 << level for level in range((size - 1).bit_length())]
+        for level in levels:
+            if rank % (2 * level) == level:
+                _one_way(wire, rank - level, size, rank, 0, group)
+                break
+            received = _one_way(None, None, size, rank, wire.numel() if rank + level < size else 0, group, rank + level)
+            if received is not None:
+                total = held + put(n, *code.decode(received, n, k, u.dtype))
+                wire = code.encode(*select.top(total, k), n)
+                held = put(n, *code.decode(wire, n, k, u.dtype))
+                own -= total - held
+        wire = self._down(wire, levels, size, rank, group)
+        return (put(n, *code.decode(wire, n, k, u.dtype)) / size).view(u.shape), own.view(u.shape)
+
+    def _down(self, wire: Tensor, levels: list[int], size: int, rank: int, group: Any) -> Tensor:
+        """The root's message, passed down the same tree."""
+        for level in reversed(levels):
+            if rank % (2 * level) == level:
+                received = _one_way(None, None, size, rank, wire.numel(), group, rank - level)
+                assert received is not None
+                wire = received
+            elif rank % (2 * level) == 0 and rank + level < size:
+                _one_way(wire, rank + level, size, rank, 0, group)
+        return wire
+
+
+def _one_way(
+    wire: Tensor | None, to: int | None, size: int, rank: int, nbytes: int, group: Any, source: int = -1
+) -> Tensor | None:
+    """Send to one member, or receive nbytes from one."""
+    empty = torch.empty(0, dtype=torch.uint8)
+    outgoing = [wire if j == to and wire is not None else empty for j in range(size)]
+    incoming = swap(outgoing, [nbytes if j == source else 0 for j in range(size)], group)
+    return incoming[source] if nbytes else None

@@ -46,7 +46,8 @@ def test_alone_it_is_the_codec(name):
 
 
 @pytest.mark.parametrize(("build", "said"), [
-    (lambda: k.OkTopk(0), "density"), (lambda: k.OkTopk(0.1, tau=0), "tau"), (lambda: k.OkTopk(0.1, values="fp4"), "fp4"),
+    (lambda: k.OkTopk(0), "density"), (lambda: k.OkTopk(0.1, tau=0), "tau"),
+    (lambda: k.OkTopk(0.1, values="fp4"), "fp4"),
     (lambda: k.TopkDSA(0.1, indices="zip"), "zip"), (lambda: k.Gather(3), "codec"), (lambda: k.LowRank(0), "rank"),
     (lambda: tw.Channel(3), "collective"),
 ])  # fmt: skip

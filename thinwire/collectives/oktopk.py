@@ -10,6 +10,7 @@ home; coded indices and values, with what coding changed charged to whoever code
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class OkTopk(Collective):
     def exchange(
         self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        size, rank = world(group)
+        size, _ = world(group)
         flat = u.reshape(-1)
         n = flat.numel()
         if n == 0:
@@ -93,7 +94,7 @@ class OkTopk(Collective):
 
     def _cut_regions(self, index: Tensor, n: int, state: State, group: Any) -> None:
         """Step 2: boundaries of equal pooled load, and the shift that keeps most entries at home."""
-        size, rank = world(group)
+        size, _ = world(group)
         bins = min(INDEX_BINS, n)
         counts = all_reduce(torch.bincount(index * bins // n, minlength=bins).double(), group)
         load = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
@@ -129,7 +130,7 @@ def _split_and_reduce(
 ) -> tuple[Tensor, int, Tensor]:
     """Steps 3 and 4: (the sum over members of this member's region, which region, this member's entries as sent)."""
     size, rank = world(group)
-    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+    lengths = [b - a for a, b in pairwise(bounds)]
     mine = (rank - shift) % size
     counts = torch.tensor([index.numel() for index, _ in parts])
     matrix = torch.stack(gather(counts, group))
@@ -147,7 +148,7 @@ def _split_and_reduce(
 
 def _balanced_gather(index: Tensor, values: Tensor, n: int, code: Entries, group: Any) -> tuple[Tensor, Tensor]:
     """Steps 6 and 7: every member's (index, value) to every member; crowded ones hand over contiguous shares first."""
-    size, rank = world(group)
+    size, _ = world(group)
     counts = [int(c) for c in gather(torch.tensor([index.numel()]), group)]
     if max(counts) * size > CROWDED * sum(counts):
         index, values, counts = _hand_over(index, values, counts, n, group)
@@ -180,4 +181,4 @@ def _hand_over(
     parts = [exact.decode(w, n, c, values.dtype) for w, c in zip(arrived, taken)]
     merged = torch.cat([i for i, _ in parts]), torch.cat([v for _, v in parts])
     order = merged[0].argsort()
-    return merged[0][order], merged[1][order], [b - a for a, b in zip(shares, shares[1:])]
+    return merged[0][order], merged[1][order], [b - a for a, b in pairwise(shares)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -84,8 +85,8 @@ def reduce_regions(
 
     1. all-gather the P counts of every member; 2. swap the coded entries; 3. add in rank order.
     """
-    size, rank = world(group)
-    lengths = [b - a for a, b in zip(bounds, bounds[1:])]
+    _, rank = world(group)
+    lengths = [b - a for a, b in pairwise(bounds)]
     counts = torch.tensor([index.numel() for index, _ in parts])
     matrix = torch.stack(gather(counts, group))
     messages = [code.encode(*part, length) for part, length in zip(parts, lengths)]

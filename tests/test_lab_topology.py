@@ -10,7 +10,7 @@ import pytest
 from thinwire.errors import UsageError
 from thinwire.lab.shaping import PACKET, _netem, bundle_packets, burst_bytes, queue_bytes
 from thinwire.lab.topology import Link, flat, load
-from thinwire.lab.units import parse_loss, parse_rate, parse_time, show_bytes, show_rate
+from thinwire.units import parse_loss, parse_rate, parse_time, show_bytes, show_rate
 
 SITES = """
 [sites.paris]

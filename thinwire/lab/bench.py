@@ -11,8 +11,8 @@ from typing import Any
 
 from thinwire.errors import UsageError
 from thinwire.lab.network import Network
-from thinwire.lab.units import parse_rate, parse_time, show_bytes, show_rate
 from thinwire.report.show import progress, table, write_json
+from thinwire.units import parse_rate, parse_time, show_bytes, show_rate
 
 RATES = "2mbit,10mbit,100mbit,1gbit"
 SMALLEST = 1_000_000  # bytes; below, what TCP and the rank's start cost would show

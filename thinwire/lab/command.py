@@ -19,8 +19,8 @@ from thinwire.lab.job import Job
 from thinwire.lab.netlink import Traffic
 from thinwire.lab.network import Network
 from thinwire.lab.topology import SUBNET
-from thinwire.lab.units import parse_time, show_bytes, show_rate
 from thinwire.report.show import table, write_json
+from thinwire.units import parse_time, show_bytes, show_rate
 
 EXAMPLES = """examples:
   thinwire lab run --hosts 4 --rate 100mbit -- python train.py

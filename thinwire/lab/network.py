@@ -27,7 +27,7 @@ from thinwire.lab.program import (
 )
 from thinwire.lab.ranks import Event
 from thinwire.lab.topology import SUBNET, Host, Link, Topology, flat, load, make_link
-from thinwire.lab.units import parse_time
+from thinwire.units import parse_time
 
 PRELOAD_SECONDS = 180.0
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import UsageError
-from thinwire.lab.units import parse_loss, parse_rate, parse_time
+from thinwire.units import parse_loss, parse_rate, parse_time
 
 SUBNET = "10.77.0.0/24"
 LONGEST_LATENCY = 10.0

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import UsageError
-from thinwire.lab.units import parse_rate, show_bytes, show_rate
 from thinwire.planner import predict as predictions
 from thinwire.planner.config import Run, load
 from thinwire.planner.presets import PRESETS
@@ -17,6 +16,7 @@ from thinwire.planner.settings import Wire, preset
 from thinwire.planner.simulate import Message, Result
 from thinwire.planner.step import Traffic
 from thinwire.report.show import progress, table, write_json
+from thinwire.units import parse_rate, show_bytes, show_rate
 
 POINTS_A_DECADE = 6
 

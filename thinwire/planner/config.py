@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import UsageError
-from thinwire.lab.units import parse_rate, parse_time
 from thinwire.planner.actions import Schedule, read_csv
 from thinwire.planner.model import Model, work_from_flops
 from thinwire.planner.network import Link, Network
 from thinwire.planner.schedule import generate
 from thinwire.planner.settings import Wire, read_wire
 from thinwire.planner.step import Machine, Work
+from thinwire.units import parse_rate, parse_time
 
 KEYS = {
     "model": ("layers", "hidden", "seq", "vocab", "tied", "parameters"),

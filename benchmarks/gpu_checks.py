@@ -198,8 +198,6 @@ def huge_checksum(data: Tensor, step: int = 1 << 26) -> tuple[Tensor, Tensor]:
     words, total, p = data[: data.numel() // 4 * 4].view(torch.int32), data.numel(), checksum.PRIME
     for at in range(0, words.numel(), step):
         word = words[at : at + step].long() & rng.MASK32
-        weight = 1 + rng.hash32(torch.arange(at, at + word.numel(), device=data.device), checksum.SEED) % (
-            p - 1
-        )
+        weight = 1 + rng.hash32(torch.arange(at, at + word.numel(), device=data.device), checksum.SEED) % (p - 1)
         total += int((((((word >> 16) * weight) % p << 16) + (word & 0xFFFF) * weight) % p).sum())
     return torch.tensor(total % p), checksum.checksum(data[: words.numel() * 4], "gpu")

@@ -10,56 +10,59 @@ from thinwire.kernels.bits import packed_bytes
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch, tiling
 
-ROW = 128  # codes a row of a tile; packing has no blocks, any multiple of 8 would do
+ROW = 128  # packing has no blocks: any multiple of 8 would do
+SHAPE, WARPS = tiling(ROW, 1)
 
 
 @triton.jit
-def _pack_tile(codes, wire, tile, start, n, size, BITS: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr,
-               FULL: tl.constexpr):  # fmt: skip
-    values = tiles.load(codes, start, n, ROWS, ROW, ROW, FULL)
-    tiles.pack(values.to(tl.int32), wire, tile, size, BITS, ROWS, ROW, ROW, FULL)
+def _pack_tile(
+    codes, wire, tile, start, n, size,
+    BITS: tl.constexpr, SHAPE: tl.constexpr, ROW: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    values = tiles.load(codes, start, n, SHAPE, ROW, FULL)
+    tiles.pack(values.to(tl.int32), wire, tile, size, BITS, SHAPE, ROW, FULL)
 
 
 @triton.jit(do_not_specialize=["n", "size"])
-def _pack(codes, wire, n, size, BITS: tl.constexpr, ROWS: tl.constexpr, ROW: tl.constexpr):
+def _pack(codes, wire, n, size, BITS: tl.constexpr, SHAPE: tl.constexpr, ROW: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
-    start = tile * (ROWS * ROW)
-    if start + ROWS * ROW <= n:
-        _pack_tile(codes, wire, tile, start, n, size, BITS, ROWS, ROW, True)
+    start = tile * (SHAPE[1] * ROW)
+    if tiles.is_full(start, n, SHAPE, ROW):
+        _pack_tile(codes, wire, tile, start, n, size, BITS, SHAPE, ROW, True)
     else:
-        _pack_tile(codes, wire, tile, start, n, size, BITS, ROWS, ROW, False)
+        _pack_tile(codes, wire, tile, start, n, size, BITS, SHAPE, ROW, False)
 
 
 @triton.jit
-def _unpack_tile(wire, codes, tile, start, n, size, BITS: tl.constexpr, ALIGNED: tl.constexpr,
-                 ROWS: tl.constexpr, ROW: tl.constexpr, FULL: tl.constexpr):  # fmt: skip
-    values = tiles.unpack(wire, tile, size, BITS, ALIGNED, ROWS, ROW, ROW, FULL).to(tl.uint8)
-    tiles.store(codes, values, start, n, ROWS, ROW, ROW, FULL)
+def _unpack_tile(
+    wire, codes, tile, start, n, size, BITS: tl.constexpr, ALIGNED: tl.constexpr,
+    SHAPE: tl.constexpr, ROW: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    values = tiles.unpack(wire, tile, size, BITS, ALIGNED, SHAPE, ROW, FULL)
+    tiles.store(codes, values.to(tl.uint8), start, n, SHAPE, ROW, FULL)
 
 
 @triton.jit(do_not_specialize=["n", "size"])
-def _unpack(wire, codes, n, size, BITS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
-            ROW: tl.constexpr):  # fmt: skip
+def _unpack(wire, codes, n, size, BITS: tl.constexpr, ALIGNED: tl.constexpr, SHAPE: tl.constexpr, ROW: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
-    start = tile * (ROWS * ROW)
-    if start + ROWS * ROW <= n:
-        _unpack_tile(wire, codes, tile, start, n, size, BITS, ALIGNED, ROWS, ROW, True)
+    start = tile * (SHAPE[1] * ROW)
+    if tiles.is_full(start, n, SHAPE, ROW):
+        _unpack_tile(wire, codes, tile, start, n, size, BITS, ALIGNED, SHAPE, ROW, True)
     else:
-        _unpack_tile(wire, codes, tile, start, n, size, BITS, ALIGNED, ROWS, ROW, False)
+        _unpack_tile(wire, codes, tile, start, n, size, BITS, ALIGNED, SHAPE, ROW, False)
 
 
 def pack(codes, bits):
     n, size = codes.numel(), packed_bytes(codes.numel(), bits)
     wire = torch.empty(size, dtype=torch.uint8, device=codes.device)
-    rows, _, warps = tiling(ROW)
-    programs = triton.cdiv(n, rows * ROW)
-    launch(_pack, programs, codes, wire, n, size, BITS=bits, ROWS=rows, ROW=ROW, warps=warps)
+    programs = triton.cdiv(n, SHAPE[1] * ROW)
+    launch(_pack, programs, codes, wire, n, size, BITS=bits, SHAPE=SHAPE, ROW=ROW, warps=WARPS)
     return wire
 
 
 def unpack(wire, n, bits):
     codes = torch.empty(n, dtype=torch.uint8, device=wire.device)
-    rows, _, warps = tiling(ROW)
-    constants = {"BITS": bits, "ALIGNED": wire.data_ptr() % 4 == 0, "ROWS": rows, "ROW": ROW}
-    launch(_unpack, triton.cdiv(n, rows * ROW), wire, codes, n, wire.numel(), **constants, warps=warps)
+    constants = {"BITS": bits, "ALIGNED": wire.data_ptr() % 4 == 0, "SHAPE": SHAPE, "ROW": ROW}
+    programs = triton.cdiv(n, SHAPE[1] * ROW)
+    launch(_unpack, programs, wire, codes, n, wire.numel(), **constants, warps=WARPS)
     return codes

@@ -91,9 +91,7 @@ def encode_elias_fano(index, n):
 
 
 def _encoded(index, size, base, low, ranked):
-    wire = torch.zeros(
-        (size + 3) // 4 * 4, dtype=torch.uint8, device=index.device
-    )  # atomics work on whole words
+    wire = torch.zeros((size + 3) // 4 * 4, dtype=torch.uint8, device=index.device)  # atomics work on whole words
     k = index.numel()
     programs = triton.cdiv(k, SIZE)
     launch(_encode, programs, index.contiguous(), wire, k, base, LOW=low, RANKED=ranked, SIZE=SIZE)

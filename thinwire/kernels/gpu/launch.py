@@ -30,13 +30,14 @@ def launch(kernel, programs, first, *args, warps=4, **constants):
             kernel[(programs,)](first, *args, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
-def tiling(block, least_rows=1, tile=TILE):
-    """(rows of a tile, columns as a power of two, warps) for blocks of `block` values, a multiple of 8."""
+def tiling(block, itemsize, least_rows=1, tile=TILE):
+    """(SHAPE of a tile, see tile.py; warps) for blocks of `block` values, a multiple of 8, of `itemsize` bytes."""
     if block % 8:
         raise ValueError(f"GPU kernels take blocks of a multiple of 8 values, not {block}")
     columns = triton.next_power_of_2(block)
+    width = min(columns, 128 // itemsize)
     rows = max(least_rows, tile // columns)
-    return rows, columns, min(16, max(4, rows * columns // 2048))
+    return (columns // width, rows, width), min(16, max(4, rows * columns // 2048))
 
 
 def signed(key):

@@ -84,7 +84,9 @@ def scale_code(v, limit, NEAREST: tl.constexpr):
 def block_scale(top, shrink, limit, QMAX: tl.constexpr):
     """scales.encode_scale of max|x|·shrink; max|x| is given by its bits `top`."""
     absmax = float_of(top) * shrink
-    bits = tl.maximum(bits_of(tl.math.div_rn(absmax, QMAX * 1.0)), 1)  # at least 2^-149, whose bits are 1
+    # The quotient by a number of seven bits is never so close to a tie that a product in float64 would miss it.
+    quotient = (absmax.to(tl.float64) * (1.0 / QMAX)).to(tl.float32)
+    bits = tl.maximum(bits_of(quotient), 1)  # at least 2^-149, whose bits are 1
     rounded_down = (bits < NORMAL_BITS) & (float_of(bits) * QMAX < absmax)
     code = scale_code(float_of(bits + rounded_down.to(tl.int32)), limit, False)
     code = tl.where(top == 0, 0, code)
@@ -112,12 +114,17 @@ def reciprocal(scale):
 
 
 @triton.jit
-def round_even(t):
-    """t rounded half to even, as float, for |t| < 2²²; never −0."""
-    return (t + ROUNDER) - ROUNDER
+def rounded(t):
+    """|t| < 2²² rounded half to even, still lifted by ROUNDER: for `as_float` (never −0) and `as_integer`."""
+    return t + ROUNDER
 
 
 @triton.jit
-def integer(q):
-    """float32 integers, |q| < 2²² → int32. Cheaper than the conversion instruction."""
-    return bits_of(q + ROUNDER) - ROUNDER_BITS
+def as_float(lifted):
+    return lifted - ROUNDER
+
+
+@triton.jit
+def as_integer(lifted):
+    """Cheaper than the conversion instruction."""
+    return bits_of(lifted) - ROUNDER_BITS

@@ -41,9 +41,7 @@ def _count(x, state, counts, n, LOW: tl.constexpr, NAN: tl.constexpr, SIZE: tl.c
 
 
 @triton.jit(do_not_specialize=["n", "room"])
-def _compact(
-    x, state, ends, index, values, n, room, LOW: tl.constexpr, NAN: tl.constexpr, SIZE: tl.constexpr
-):
+def _compact(x, state, ends, index, values, n, room, LOW: tl.constexpr, NAN: tl.constexpr, SIZE: tl.constexpr):
     """Write the entries above, and the first state[1] of those equal; ends: running sums of the counts."""
     tile = tl.program_id(0)
     start = tile.to(tl.int64) * SIZE
@@ -86,9 +84,7 @@ def top(x, k):
 def select(x, threshold, cap):
     """One host synchronisation, for the number of entries found."""
     limit = int(torch.tensor(max(threshold, 0.0), dtype=x.dtype).float().view(torch.int32)) - 1
-    state = torch.zeros(
-        2, dtype=torch.int64, device=x.device
-    )  # above the limit, and none of those equal to it
+    state = torch.zeros(2, dtype=torch.int64, device=x.device)  # above the limit, and none of those equal to it
     state[0].fill_(limit)
     ends = _ends(x, state, 0, nan=False)
     found = int(ends[0, -1]) if x.numel() else 0

@@ -27,3 +27,4 @@ check: setup
 
 bench: setup
 	$(BIN)/thinwire bench codecs --json out/bench/codecs.json
+	$(BIN)/thinwire bench link --json out/bench/link.json

@@ -52,8 +52,8 @@ def _rotate_tile(
     size = tl.where(left >= BLOCK, BLOCK, column ^ left.to(tl.int32))  # only its highest bit counts
     factor = tl.full([SHAPE[0], SHAPE[1], SHAPE[2]], 1.0, tl.float32)
     for stage in tl.static_range(STAGES):
-        second = (column >> stage) & 1 == 1
-        turned = _partner(values, 1 << stage, SHAPE) + tl.where(second, -values, values)
+        sign = ((column >> stage) & 1) << 31  # by its bit: Triton's minus is 0 − x, which turns −0 into 0
+        turned = _partner(values, 1 << stage, SHAPE) + float_of(bits_of(values) ^ sign)
         reached = size >= (2 << stage)
         values = turned if FULL else tl.where(reached, turned, values)
         factor = tl.where(reached, FACTORS[stage + 1], factor)

@@ -24,6 +24,7 @@ COMMANDS = {
 BENCHES = {
     "link": ("thinwire.lab.bench", "raw TCP and Gloo against the lab's nominal rate"),
     "codecs": ("thinwire.codecs.bench", "encode and decode speed, beside other quantisers and memcpy"),
+    "allreduce": ("thinwire.collectives.bench", "every collective on a slow network: seconds, bytes, words per k"),
 }
 
 

@@ -1,10 +1,10 @@
 """Collectives: `exchange(u) → (mean, own)` with Σ own = P·mean, for any world size."""
 
 from thinwire.collectives.base import Collective
-from thinwire.collectives.dense import Dense, Gather, Quantized, TopkAllgather, TwoHop
+from thinwire.collectives.dense import Dense, Gather, Quantized, TwoHop
 from thinwire.collectives.lowrank import LowRank
 from thinwire.collectives.oktopk import OkTopk
-from thinwire.collectives.sparse import GTopk, TopkDSA
+from thinwire.collectives.sparse import GTopk, TopkAllgather, TopkDSA
 
 __all__ = [
     "Collective",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec, Quantize, TopK
+from thinwire.codecs import Codec, Quantize
 from thinwire.collectives.base import Collective, State, all_reduce, gather, swap, world
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
@@ -95,11 +95,6 @@ class TwoHop(Collective):
         block = self.codec.gate_block
         per = -(-n // (size * block)) * block
         return [max(0, min(per, n - j * per)) for j in range(size)]
-
-
-def TopkAllgather(density: float) -> Gather:
-    """Gather(TopK): exact local selection, everybody's entries to everybody."""
-    return Gather(TopK(density))
 
 
 def Quantized(bits: int) -> TwoHop:

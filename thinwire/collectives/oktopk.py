@@ -19,12 +19,14 @@ from torch import Tensor
 from thinwire.codecs import TopK
 from thinwire.codecs.entries import Entries
 from thinwire.collectives.base import Collective, State, all_reduce, gather, swap, world
-from thinwire.collectives.sparse import cut, put
+from thinwire.collectives.sparse import cut, put, zeros
 from thinwire.errors import UsageError
 from thinwire.kernels import select
 
 INDEX_BINS = 4096  # of the pooled histogram that regions are cut from
 DRIFT = 1.25  # counts within a factor of this of k are steered; beyond it the local threshold is taken afresh
+FINE_BINS = 1024  # of the histogram that refines one bin of the first
+FINE_SHIFT = select.HISTOGRAM_SHIFT - 10
 STEER = 0.5  # threshold ← threshold · (count/k)^STEER
 CROWDED = 4.0  # an owner with this many times the average hands entries to others before the all-gather
 
@@ -70,16 +72,17 @@ class OkTopk(Collective):
         code = Entries(self.values, self.indices)
         region, mine, sent = _split_and_reduce(cut(index, values, bounds), bounds, shift, code, flat, group)
         self._global_threshold(region, k, state, group, fresh=age % self.tau_prime == 0)
-        picked = select.select(region, state["th_g"], region.numel())
-        everything = _balanced_gather(picked[0] + bounds[mine], picked[1], n, code, group)
-        self._steer_global(everything[0].numel(), k, state)
+        index, sums = select.select(region, state["th_g"], region.numel())
+        index += bounds[mine]
+        everything = _balanced_gather(index, sums, n, code, group)
+        state["th_g"] = _steered(state["th_g"], everything[0].numel(), k)
         mean, passed = put(n, *everything), torch.zeros(n, dtype=torch.bool, device=flat.device)
         passed[everything[0]] = True
-        own = torch.where(passed, sent, 0)
-        index = picked[0] + bounds[mine]
-        select.scatter_add(own, index, mean[index] - picked[1])  # what coding did to the sums it owns
+        kept = passed[sent[0]]
+        own = put(n, sent[0][kept], sent[1][kept])
+        select.scatter_add(own, index, mean[index] - sums)  # what coding did to the sums it owns
         state["age"] = torch.tensor(age + 1)
-        return (mean / size).view(u.shape), own.view(u.shape)
+        return mean.div_(size).view(u.shape), own.view(u.shape)
 
     def _local(self, flat: Tensor, k: int, state: State, fresh: bool) -> tuple[Tensor, Tensor]:
         """Step 1. A threshold that has drifted too far is taken afresh: that is a local matter."""
@@ -89,14 +92,15 @@ class OkTopk(Collective):
             if k / DRIFT <= index.numel() <= cap:
                 state["th_l"] = _steered(state["th_l"], index.numel(), k)
                 return index, values
-        state["th_l"] = select.kth_magnitude(flat, k)
-        return select.top(flat, k)
+        index, values = select.top(flat, k)
+        state["th_l"] = values.abs().min()
+        return index, values
 
     def _cut_regions(self, index: Tensor, n: int, state: State, group: Any) -> None:
         """Step 2: boundaries of equal pooled load, and the shift that keeps most entries at home."""
         size, _ = world(group)
         bins = min(INDEX_BINS, n)
-        counts = all_reduce(torch.bincount(index * bins // n, minlength=bins).double(), group)
+        counts = all_reduce(torch.bincount(index * bins // n, minlength=bins).int(), group).double()
         load = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
         wanted = load[-1] * torch.arange(1, size, device=load.device) / size
         place = torch.searchsorted(load, wanted).clamp(1, bins)
@@ -111,14 +115,20 @@ class OkTopk(Collective):
         state["shift"] = torch.tensor(max(range(size), key=home.__getitem__))
 
     def _global_threshold(self, region: Tensor, k: int, state: State, group: Any, fresh: bool) -> None:
-        """Step 5: the k-th magnitude of the whole sum, to an eighth of an octave, from the pooled histogram."""
-        if fresh or "th_g" not in state:
-            counts = all_reduce(select.histogram(region.float()), group)
-            counts[0] = 0  # zeros are nobody's entries
-            state["th_g"] = select.threshold_from(counts, k).clamp(min=torch.finfo(torch.float32).tiny)
-
-    def _steer_global(self, count: int, k: int, state: State) -> None:
-        state["th_g"] = _steered(state["th_g"], count, k)
+        """Step 5: the k-th magnitude of the whole sum from pooled histograms: its eighth of an octave, then 1/1024 of
+        that (an eighth alone lets up to twice too many pass)."""
+        if not fresh and "th_g" in state:
+            return
+        counts = all_reduce(select.histogram(region.float()), group)
+        counts[0] = 0  # zeros are nobody's entries
+        edge = select.threshold_from(counts, k).clamp(min=torch.finfo(torch.float32).tiny)
+        low = edge.view(torch.int32).long()
+        bits = select.magnitude_bits(select.select(region, edge, region.numel())[1])
+        place = ((bits - low) >> FINE_SHIFT).clamp(max=FINE_BINS)  # the last: all above this eighth of an octave
+        fine = all_reduce(torch.bincount(place, minlength=FINE_BINS + 1), group)
+        above = fine.flip(0).cumsum(0).flip(0)
+        step = (above >= k).sum().clamp(1, FINE_BINS) - 1
+        state["th_g"] = (low + (step << FINE_SHIFT)).to(torch.int32).view(torch.float32)
 
 
 def _steered(threshold: Tensor, count: int, k: int) -> Tensor:
@@ -127,7 +137,7 @@ def _steered(threshold: Tensor, count: int, k: int) -> Tensor:
 
 def _split_and_reduce(
     parts: list[tuple[Tensor, Tensor]], bounds: list[int], shift: int, code: Entries, like: Tensor, group: Any
-) -> tuple[Tensor, int, Tensor]:
+) -> tuple[Tensor, int, tuple[Tensor, Tensor]]:
     """Steps 3 and 4: (the sum over members of this member's region, which region, this member's entries as sent)."""
     size, rank = world(group)
     lengths = [b - a for a, b in pairwise(bounds)]
@@ -137,12 +147,11 @@ def _split_and_reduce(
     messages = [code.encode(*part, length) for part, length in zip(parts, lengths)]
     outgoing = [messages[(owner - shift) % size] for owner in range(size)]
     sizes = [code.nbytes(lengths[mine], int(c), like.dtype) for c in matrix[:, mine]]
-    region = like.new_zeros(lengths[mine])
+    region = zeros(lengths[mine], like)
     for sender, wire in enumerate(swap(outgoing, sizes, group)):
         select.scatter_add(region, *code.decode(wire, lengths[mine], int(matrix[sender, mine]), like.dtype))
-    sent = torch.zeros_like(like)
-    for j, wire in enumerate(messages):
-        select.scatter_add(sent[bounds[j] : bounds[j + 1]], *code.decode(wire, lengths[j], int(counts[j]), like.dtype))
+    decoded = [code.decode(w, n, int(c), like.dtype) for w, n, c in zip(messages, lengths, counts)]
+    sent = torch.cat([i + lo for (i, _), lo in zip(decoded, bounds)]), torch.cat([v for _, v in decoded])
     return region, mine, sent
 
 

@@ -1,0 +1,47 @@
+"""`thinwire bench allreduce` as a user meets it, and its byte counts against the lab's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from lab_support import require_network
+
+from thinwire import cli
+from thinwire.collectives.bench import contestants
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(90)]
+require_network()
+
+
+def test_counts_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dense and OkTopk: closed form = handed over = counted from outside, up to headers and what goes beside."""
+    record, figure = tmp_path / "out" / "bench.json", tmp_path / "bench.png"
+    words = ["bench", "allreduce", "--hosts", "2", "--rate", "200mbit", "--numel", "1e6", "--steps", "2"]
+    options = ["--only", "dense,oktopk int8", "--json", str(record), "--figure", str(figure)]
+    assert cli.main([*words, *options]) == 0
+    assert "PowerSGD hook is not run" in " ".join(capsys.readouterr().out.split())
+    dense, sparse = json.loads(record.read_text())["rows"]
+    assert dense["payload"] == dense["predicted"] == 4e6
+    assert 1.0 < dense["counted"] / dense["payload"] < 1.05
+    assert sparse["collective"] == "OkTopk int8+coded" and sparse["words_per_k"] < 6 * 0.5 / 3
+    assert 1.0 < sparse["counted"] / (sparse["payload"] + sparse["beside"]) < 1.3
+    assert figure.stat().st_size > 10_000
+
+
+def test_every_collective_has_a_row() -> None:
+    names = " ".join(contestants((100, 100), 0.01))
+    for name in ("dense", "fp16", "Quantized", "LowRank", "TopkAllgather", "TopkDSA", "GTopk", "OkTopk"):
+        assert name in names
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--hosts", "1"], "--hosts 1"), (["--hosts", "two"], "--hosts two"), (["--numel", "x"], "--numel x"),
+    (["--density", "0"], "density"), (["--only", "zip"], "--only zip"), (["--rate", "fast"], "rate"),
+    (["--steps", "0"], "--steps 0"),
+])  # fmt: skip
+def test_bad_options(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "allreduce", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1

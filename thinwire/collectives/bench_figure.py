@@ -1,0 +1,46 @@
+"""The figure of `thinwire bench allreduce`: seconds, and words per k, against the number of hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from thinwire.errors import UsageError
+
+COLOURS = {
+    "dense": "#000000", "fp16": "#999999", "Quantized": "#CC79A7", "LowRank": "#F0E442",
+    "TopkAllgather": "#E69F00", "TopkDSA": "#56B4E9", "GTopk": "#009E73", "OkTopk": "#D55E00",
+}  # fmt: skip
+DASHES = {"fp32+int32": "-", "fp32+coded": "--", "int8+coded": ":"}
+
+
+def draw(rows: list[dict[str, Any]], path: str | Path, title: str) -> None:
+    figure = Figure(figsize=(13.0, 6.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _lines(left, rows, "seconds")
+    left.set(xlabel="hosts", ylabel="seconds per exchange", yscale="log", title=title)
+    _lines(right, [row for row in rows if row["sparse"]], "words_per_k")
+    hosts = sorted({row["hosts"] for row in rows})
+    right.plot(hosts, [6 * (p - 1) / p for p in hosts], color="#888888", linewidth=4, alpha=0.4, label="6(P−1)/P")
+    right.set(xlabel="hosts", ylabel="payload words per rank and k, mean over ranks", yscale="log")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(hosts, [str(p) for p in hosts])
+        axes.grid(alpha=0.3)
+    left.legend(fontsize=7, ncols=2)
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write {path}: {error}") from None
+
+
+def _lines(axes: Axes, rows: list[dict[str, Any]], value: str) -> None:
+    for name in dict.fromkeys(row["collective"] for row in rows):
+        mine = [row for row in rows if row["collective"] == name]
+        colour = next(c for start, c in COLOURS.items() if name.startswith(start))
+        dash = next((d for coding, d in DASHES.items() if name.endswith(coding)), "-")
+        axes.plot([r["hosts"] for r in mine], [r[value] for r in mine], dash, color=colour, marker="o", label=name)

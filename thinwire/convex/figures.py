@@ -76,8 +76,8 @@ def sweep(traces: dict[str, Trace], title: str) -> Figure:
         style = {"DIANA": "-", "Rand-DIANA": "--", PLOTTED: ":"}[method]
         for ax in axes[1:] if method == PLOTTED else axes:
             _curve(ax, trace, label, "paper", color=colour, linestyle=style)
-    axes[0].set_title("matched steps of the theory")
-    axes[1].set_title("dotted: DIANA at γ = 1/(2L_max(1 + 4ω)), which fits the paper's plot")
+    axes[0].set_title("matched steps of the theory", fontsize=11)
+    axes[1].set_title("dotted: DIANA at γ = 1/(2L_max(1 + 4ω)), as the paper plots it", fontsize=11)
     _axes(axes[0], UNITS["paper"], ERROR)
     _axes(axes[1], UNITS["paper"], "")
     for ax in axes:

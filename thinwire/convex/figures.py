@@ -66,7 +66,7 @@ def methods(traces: dict[str, Trace]) -> Figure:
 
 
 def sweep(traces: dict[str, Trace], title: str) -> Figure:
-    """DIANA (solid) and Rand-DIANA (dashed) at several settings; dotted: DIANA as the paper plots it."""
+    """DIANA (solid) and Rand-DIANA (dashed) at several settings; dotted: DIANA at the smaller step."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     settings = list(dict.fromkeys(label.rsplit(", ", 1)[1] for label in traces))
@@ -77,7 +77,7 @@ def sweep(traces: dict[str, Trace], title: str) -> Figure:
         for ax in axes[1:] if method == PLOTTED else axes:
             _curve(ax, trace, label, "paper", color=colour, linestyle=style)
     axes[0].set_title("matched steps of the theory", fontsize=11)
-    axes[1].set_title("dotted: DIANA at γ = 1/(2L_max(1 + 4ω)), as the paper plots it", fontsize=11)
+    axes[1].set_title("dotted: DIANA at the smaller step γ = 1/(2L_max(1 + 4ω))", fontsize=11)
     _axes(axes[0], UNITS["paper"], ERROR)
     _axes(axes[1], UNITS["paper"], "")
     for ax in axes:

@@ -38,7 +38,7 @@ def dcgd(codec: Codec, exact: bool = False) -> Method:
 
 
 def fixed(codec: Codec, problem: Problem) -> Method:
-    """Bad shifts: BAD_SHIFT·N(0, 1), far from the ∇f_i(x*) that the radius is measured from."""
+    """Bad shifts: BAD_SHIFT·N(0, 1), far from ∇f_i(x*); where it stalls goes as BAD_SHIFT²."""
     noise = torch.Generator().manual_seed(derive("convex", "bad shift"))
     shape = problem.runs, problem.workers, problem.dim
     shift = BAD_SHIFT * torch.randn(shape, generator=noise, dtype=torch.float64)

@@ -48,7 +48,7 @@ def diana(problem: Problem, codec: Codec) -> Step:
 
 
 def diana_plotted(problem: Problem, codec: Codec) -> Step:
-    """γ = 1/(2L_max(1 + 4ω)): without the 1/n, and what the paper's plotted DIANA curves fit."""
+    """γ = 1/(2L_max(1 + 4ω)): without the 1/n; the trend over q of the paper's plotted DIANA curves fits it."""
     return Step(1 / (2 * problem.L_max * (1 + 4 * _omega(problem, codec))))
 
 

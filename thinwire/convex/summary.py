@@ -27,7 +27,8 @@ At matched theoretical steps DIANA, γ = 1/(L_max(1 + 6ω/n)), and Rand-DIANA ta
 which also sends dense gradients with probability p = 1/(1 + ω), needs more bits, not fewer. The plotted DIANA curves
 fit γ = 1/(2L_max(1 + 4ω)), which lacks the 1/n: their bits go as q(1 + 4ω), which is 2.4 : 1.9 : 1 at q = 0.3, 0.5,
 0.9, and the plot shows 2.4 : 2.0 : 1. That the paper used this step is our inference from its curves; if so, the
-plotted advantage of Rand-DIANA is that step, not the way its shifts are learned. Absolute numbers depend on the data as well (κ = L_max/μ is 821 and 1,337 for seeds 0 and 1); the paper does
+plotted advantage of Rand-DIANA is that step, not the way its shifts are learned.
+Absolute numbers depend on the data as well (κ = L_max/μ is 821 and 1,337 for seeds 0 and 1); the paper does
 not say which it drew.
 """
 CAPTION = (

@@ -55,6 +55,28 @@ def test_delta(x, mirror_dtype, b, mode, gate, drift):
     assert all(same(mirrors[0], other) for other in mirrors[1:])
 
 
+def test_kernels_agree_on_nan_and_at_the_limit():
+    """Blocks with NaN or Inf, and blocks at the dtype's largest value, in every mode."""
+    for dtype in DTYPES:
+        x = tensor("gaussian", (640,), dtype, 4)
+        x[5], x[130], x[256:384] = torch.nan, torch.inf, torch.finfo(dtype).max
+        x[384:512] = -torch.finfo(dtype).max / 3
+        h = tensor("gaussian", (640,), dtype, 5)
+        for b in (2, 4, 8):
+            for mode in ({}, {"stochastic": True}, {"mse": True}):
+                wires = [quantize.quantize(x, b, 128, impl=i, **mode) for i in ("reference", "cpu")]
+                assert same(*wires)
+                y = quantize.dequantize(wires[0], 640, b, 128, dtype)
+                assert y[256:].isfinite().all()
+                for gate in (False, True):
+                    outs = [torch.empty_like(h) for _ in range(2)]
+                    wires = [delta.encode_delta(x, h, o, b, 128, gate=gate, impl=i, **mode)
+                             for o, i in zip(outs, ("reference", "cpu"))]  # fmt: skip
+                    assert same(*wires) and same(outs[0][256:], outs[1][256:])
+        found = [select.select(x, 1.0, 640, i) for i in ("reference", "cpu")]
+        assert torch.equal(found[0][0], found[1][0]) and 5 not in found[0][0] and 130 in found[0][0]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 def test_nonfinite_blocks_are_marked(value, impl):
@@ -123,8 +145,9 @@ def test_select(x, share):
     tops = [select.top(x, k, impl) for impl in ("reference", "cpu")]
     assert torch.equal(tops[0][0], tops[1][0]) and same(tops[0][1], tops[1][1]) and tops[0][0].numel() == k
     assert torch.equal(tops[0][1].float().abs().sort().values, x.float().abs().sort().values[-k:])
-    found = [select.select(x, kth[0], k + 5, impl) for impl in ("reference", "cpu")]
-    assert torch.equal(found[0][0], found[1][0]) and same(found[0][1], found[1][1])
+    for threshold in (kth[0], 0.7, 0.1, float(kth[0]) * 1.01):
+        found = [select.select(x, threshold, k + 5, impl) for impl in ("reference", "cpu")]
+        assert torch.equal(found[0][0], found[1][0]) and same(found[0][1], found[1][1])
     sums = [select.scatter_add(x.clone(), *tops[0], impl) for impl in ("reference", "cpu")]
     assert same(*sums)
 

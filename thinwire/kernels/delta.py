@@ -41,7 +41,7 @@ def encode_delta(
     blocks = values - base
     scale, tail = q.choose_scales(blocks, bits, mse, x.dtype)
     noise = random.uniform(blocks.numel(), seed, x.device) if stochastic else None
-    codes = q.round_codes(blocks, scale, bits, mse, noise)
+    codes = q.round_codes(blocks, scale, bits, q.spare_level(blocks, x.dtype) if mse and x.numel() else None, noise)
     out.copy_((base + codes * scale[:, None]).reshape(-1)[: x.numel()])
     wire = q.assemble(codes.reshape(-1)[: x.numel()], tail, bits)
     return torch.cat((wire, bitpack.pack(phi.to(torch.uint8), 1, "reference"))) if gate else wire

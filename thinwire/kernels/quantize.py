@@ -52,7 +52,7 @@ def quantize(
     blocks = as_blocks(x.to(arithmetic(x.dtype)), block)
     scale, tail = choose_scales(blocks, bits, mse, x.dtype)
     noise = random.uniform(blocks.numel(), seed, x.device) if stochastic else None
-    codes = round_codes(blocks, scale, bits, mse, noise)
+    codes = round_codes(blocks, scale, bits, spare_level(blocks, x.dtype) if mse and x.numel() else None, noise)
     return assemble(codes.reshape(-1)[: x.numel()], tail, bits)
 
 
@@ -89,7 +89,7 @@ def choose_scales(blocks: Tensor, bits: int, mse: bool, dtype: torch.dtype) -> t
     absmax = torch.where(torch.isfinite(blocks).all(dim=1), absmax, torch.nan)
     negative = torch.zeros_like(absmax, dtype=torch.bool)
     if mse and blocks.numel():
-        roomy = absmax <= torch.finfo(dtype).max / 2  # else the spare level might lie beyond the dtype
+        roomy = spare_level(blocks, dtype)
         negative = (blocks.amax(dim=1) < absmax) & roomy
         absmax = absmax * torch.where(roomy, best_shrink(blocks, absmax, negative, bits), 1)
     if dtype == torch.float64:
@@ -130,8 +130,13 @@ def shrink_candidate(j: int, bits: int) -> tuple[int, float, float]:
     return step, float(torch.tensor(1.0) / step), c
 
 
-def round_codes(blocks: Tensor, scale: Tensor, bits: int, mse: bool, uniform: Tensor | None) -> Tensor:
-    """Signed integer codes, as float[B, block]."""
+def spare_level(blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """bool[B]: may least squares use the level qmax + 1? Near the dtype's limit it might lie beyond it."""
+    return blocks.abs().amax(dim=1) <= torch.finfo(dtype).max / 2
+
+
+def round_codes(blocks: Tensor, scale: Tensor, bits: int, spare: Tensor | None, uniform: Tensor | None) -> Tensor:
+    """Signed integer codes, as float[B, block]; `spare` says which blocks have the level qmax + 1."""
     lift, r = scales.reciprocal(scale)
     t = (blocks * lift[:, None]) * r[:, None]
     if uniform is None:
@@ -139,7 +144,10 @@ def round_codes(blocks: Tensor, scale: Tensor, bits: int, mse: bool, uniform: Te
     else:
         low = torch.floor(t)
         t = low + (uniform.reshape(t.shape) < t - low)
-    return t.clamp(-qmax(bits), qmax(bits) + mse).nan_to_num(0) + 0.0  # −0 becomes 0, as it arrives
+    plain = t.clamp(-qmax(bits), qmax(bits))
+    if spare is not None:
+        plain = torch.where(spare[:, None], t.clamp(-qmax(bits), qmax(bits) + 1), plain)
+    return plain.nan_to_num(0) + 0.0  # −0 becomes 0, as it arrives
 
 
 def assemble(codes: Tensor, tail: Tensor, bits: int) -> Tensor:

@@ -22,7 +22,7 @@ from thinwire.kernels.cpu.quantize import (
     unpack_block,
     views,
 )  # fmt: skip
-from thinwire.kernels.cpu.scalar import read, scale_value, write
+from thinwire.kernels.cpu.scalar import INFINITY_BITS, read, scale_value, write
 from thinwire.kernels.random import split
 
 
@@ -46,7 +46,7 @@ def rebuild(h, codes, scale, qmax, keep, out):
             write(out, i, read(h, i) + np.float32(np.int32(np.int32(codes[i]) - qmax)) * scale)
     else:
         for i in range(out.size):
-            write(out, i, np.float32(np.int32(np.int32(codes[i]) - qmax)) * scale)
+            write(out, i, np.float32(0) + np.float32(np.int32(np.int32(codes[i]) - qmax)) * scale)  # −0 becomes 0
 
 
 @parallel
@@ -61,7 +61,8 @@ def _encode(x, h, out, packed, tail, gate, bits, block, fmax, mode, k0, k1, tabl
             value, mirror, new = x[lo : lo + block], h[lo : lo + block], out[lo : lo + block]
             part = u[: value.size]
             subtract(value, mirror, part)
-            keep = gate.size == 0 or absmax_bits(part) <= absmax_bits(value)
+            top = absmax_bits(value)
+            keep = gate.size == 0 or (absmax_bits(part) <= top and top <= INFINITY_BITS)
             if gate.size:
                 gate[k] = keep
             if not keep:

@@ -17,8 +17,8 @@ def _set_bits(positions, out):
 
 
 @inline
-def _find_bits(wire, limit, out):
-    """Positions of the ones below `limit` → out, at most out.size of them; returns how many ones there are."""
+def _find_bits(wire, out):
+    """Positions of the ones → out, at most out.size of them; returns how many ones there are, padding included."""
     found = 0
     for i in range(wire.size):
         byte = np.int32(wire[i])
@@ -28,9 +28,9 @@ def _find_bits(wire, limit, out):
             while low > 1:
                 low >>= 1
                 position += 1
-            if position < limit and found < out.size:
+            if found < out.size:
                 out[found] = position
-            found += position < limit
+            found += 1
             byte &= byte - 1
     return found
 
@@ -72,7 +72,7 @@ def encode_bitmap(index, n):
 
 
 def decode_bitmap(wire, n, k):
-    return _ones(wire, n, k)
+    return _ones(wire, k)
 
 
 def encode_elias_fano(index, n):
@@ -86,14 +86,14 @@ def encode_elias_fano(index, n):
 
 def decode_elias_fano(wire, n, k):
     low, (cut, _) = low_bits(n, k), elias_fano_bytes(n, k)
-    index = _ones(wire[cut:], k + ((n - 1) >> low) + 1, k)
+    index = _ones(wire[cut:], k)
     if index.numel() == k:
         _add_low(array(wire[:cut].contiguous()), low, array(index))
     return index
 
 
-def _ones(wire, limit, k):
+def _ones(wire, k):
     """Positions of the ones; as many as there are, where that is not k (the caller refuses those)."""
     index = torch.empty(k, dtype=torch.int64)
-    found = _find_bits(array(wire.contiguous()), limit, array(index))
+    found = _find_bits(array(wire.contiguous()), array(index))
     return index if found == k else torch.empty(found, dtype=torch.int64)

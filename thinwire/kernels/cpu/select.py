@@ -7,7 +7,7 @@ import torch
 from numba import prange
 
 from thinwire.kernels.cpu.compile import array, inline, parallel
-from thinwire.kernels.cpu.scalar import MAGNITUDE, as_bits, read, write
+from thinwire.kernels.cpu.scalar import INFINITY_BITS, MAGNITUDE, as_bits, read, write
 from thinwire.kernels.select import BINS, HISTOGRAM_SHIFT
 
 RUN = 1 << 16  # values a loop iteration handles
@@ -33,28 +33,28 @@ def _histogram(x, counts, prefix, prefix_shift, shift, mask):
 
 
 @parallel
-def _count(x, at_least, counts):
-    """counts[run] = (entries above the bits `at_least`, entries equal to them)."""
+def _count(x, at_least, limit, counts):
+    """counts[run] = (entries above the bits `at_least` and at most `limit`, entries equal to `at_least`)."""
     for run in prange(counts.shape[0]):
         part = x[run * RUN : (run + 1) * RUN]
         above, equal = 0, 0
         for i in range(part.size):
             bits = magnitude(part, i)
-            above += bits > at_least
+            above += at_least < bits <= limit
             equal += bits == at_least
         counts[run, 0] = above
         counts[run, 1] = equal
 
 
 @parallel
-def _compact(x, at_least, starts, ties, index, values):
+def _compact(x, at_least, limit, starts, ties, index, values):
     """Write run by run: entries above, and the first ties[run] of those equal, in index order, while room is left."""
     for run in prange(starts.size):
         part = x[run * RUN : (run + 1) * RUN]
         place, left = starts[run], ties[run]
         for i in range(part.size):
             bits = magnitude(part, i)
-            if bits >= at_least and place < index.size:
+            if at_least <= bits <= limit and place < index.size:
                 if bits == at_least:
                     if left == 0:
                         continue
@@ -98,35 +98,33 @@ def _kth_bits(x, k):
 
 def select(x, threshold, cap):
     native = array(_native(x))
-    # |x| ≥ threshold in bits: the smallest float32 at or above a float64 threshold
-    at_least = int(torch.tensor(max(threshold, 0.0), dtype=torch.float64).float().view(torch.int32))
-    if float(torch.tensor(at_least, dtype=torch.int32).view(torch.float32)) < threshold:
-        at_least += 1
-    counts = _counts(native, at_least)
-    return _gather(x, native, at_least, counts.sum(axis=1), counts[:, 1], min(cap, int(counts.sum())))
+    at_least = int(torch.tensor(max(threshold, 0.0)).to(x.dtype).float().view(torch.int32))  # in x's own precision
+    counts = _counts(native, at_least, INFINITY_BITS)  # NaN is not at or above anything
+    total = min(cap, int(counts.sum()))
+    return _gather(x, native, at_least, INFINITY_BITS, counts.sum(axis=1), counts[:, 1], total)
 
 
 def top(x, k):
     native = array(_native(x))
     at_least = _kth_bits(native, k)
-    counts = _counts(native, at_least)
+    counts = _counts(native, at_least, MAGNITUDE)
     quota = k - int(counts[:, 0].sum())
     before = np.cumsum(counts[:, 1]) - counts[:, 1]
     ties = np.clip(quota - before, 0, counts[:, 1])
-    return _gather(x, native, at_least, counts[:, 0] + ties, ties, k)
+    return _gather(x, native, at_least, MAGNITUDE, counts[:, 0] + ties, ties, k)
 
 
-def _counts(native, at_least):
+def _counts(native, at_least, limit):
     counts = np.empty((-(-native.size // RUN), 2), np.int64)
-    _count(native, np.int32(at_least), counts)
+    _count(native, np.int32(at_least), limit, counts)
     return counts
 
 
-def _gather(x, native, at_least, per_run, ties, total):
+def _gather(x, native, at_least, limit, per_run, ties, total):
     index, values = torch.empty(total, dtype=torch.int64), torch.empty(total, dtype=x.dtype)
     place = array(torch.empty(total, dtype=torch.float32)) if x.dtype == torch.float16 else array(values)
     starts = np.cumsum(per_run) - per_run
-    _compact(native, np.int32(at_least), starts, np.ascontiguousarray(ties), array(index), place)
+    _compact(native, np.int32(at_least), limit, starts, np.ascontiguousarray(ties), array(index), place)
     if x.dtype == torch.float16:
         values.copy_(torch.from_numpy(place))
     return index, values
@@ -137,7 +135,7 @@ def scatter_add(out, index, values):
         raise IndexError(f"index outside 0…{out.numel() - 1}")
     if out.dtype == torch.float16:
         return out.index_add_(0, index, values.to(out.dtype))
-    _scatter_add(array(out), array(index), array(_native(values)))
+    _scatter_add(array(out), array(index), array(values.to(out.dtype)))
     return out
 
 

@@ -61,9 +61,7 @@ def test_example_runs_and_writes_everything(config: Path, tmp_path: Path, capsys
     words += ["--sweep", "rate=100mbit..1gbit", "--figure", str(paths["sweep.png"]), "--actions"]
     assert plan(*words) == 0
     shown = capsys.readouterr().out
-    assert all(
-        name in shown for name in [*PRESETS, "forward 0 → 1", "gradient of stage 3", "0SEND_F0", "Worth"]
-    )
+    assert all(name in shown for name in [*PRESETS, "forward 0 → 1", "gradient of stage 3", "0SEND_F0", "Worth"])
     assert paths["timeline.png"].stat().st_size > 10_000 and paths["sweep.png"].stat().st_size > 10_000
     document = json.loads(paths["plan.json"].read_text())
     assert {s["wire"] for s in document["steps"]} == {*PRESETS, "run.toml"}
@@ -228,11 +226,7 @@ def test_break_even_lies_where_the_codec_costs_what_it_saves() -> None:
 def test_cold_deltas_cost_a_plain_message() -> None:
     run = small()
     cold, warm = (predict(run, preset("paper-aqsgd"), cold=c).sent[Traffic.FORWARD] for c in (True, False))
-    assert (
-        cold
-        == predict(run, preset("off")).sent[Traffic.FORWARD] + 3 * 8 * (16 + frame.bitmap_bytes(1))
-        > warm
-    )
+    assert cold == predict(run, preset("off")).sent[Traffic.FORWARD] + 3 * 8 * (16 + frame.bitmap_bytes(1)) > warm
 
 
 def test_selected_messages_only() -> None:

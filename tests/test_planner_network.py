@@ -29,8 +29,7 @@ def test_embedding_fused_and_separate(v: Fraction, d: int) -> None:
 
 def test_fused_embedding_saves_thirty_percent_at_four_and_a_third_in_the_limit() -> None:
     saved = {
-        d: 1
-        - network.embedding_fused(Fraction(1), d).nbytes / network.embedding_separate(Fraction(1), d).nbytes
+        d: 1 - network.embedding_fused(Fraction(1), d).nbytes / network.embedding_separate(Fraction(1), d).nbytes
         for d in (1, 4, 10**6)
     }
     assert saved[1] == 0 and saved[4] == Fraction(3, 10) and abs(saved[10**6] - Fraction(1, 3)) < 1e-6

@@ -63,9 +63,7 @@ def test_lists_equal_torchs(name: str) -> None:
 
 @pytest.mark.parametrize("name, cls", [("GPipe", "ScheduleGPipe"), ("1F1B", "Schedule1F1B")])
 @pytest.mark.parametrize("ranks, microbatches", [(1, 3), (2, 2), (4, 4), (4, 16), (3, 7)])
-def test_single_stage_lists_equal_what_torch_performs(
-    name: str, cls: str, ranks: int, microbatches: int
-) -> None:
+def test_single_stage_lists_equal_what_torch_performs(name: str, cls: str, ranks: int, microbatches: int) -> None:
     """torch's loop is run on a stage that only writes down its calls (its printed 1F1B list is wrong)."""
     ours = generate(name, ranks, microbatches)
     for rank in range(ranks):
@@ -115,9 +113,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 @settings(deadline=None, max_examples=60)
 @given(schedules())
 def test_every_computation_once_and_no_deadlock(schedule: Schedule) -> None:
-    checked = from_lists(
-        schedule.name, schedule.ranks
-    )  # raises on anything missing, repeated or out of order
+    checked = from_lists(schedule.name, schedule.ranks)  # raises on anything missing, repeated or out of order
     assert checked.rank_of == schedule.rank_of and checked.microbatches == schedule.microbatches
     result = simulate(Step(schedule, Work.even(schedule.stages, 1.0, 2.0), lambda send: Hop(0, 0.25)))
     assert result.makespan >= 3.0 * schedule.microbatches * schedule.stages / len(schedule.ranks)

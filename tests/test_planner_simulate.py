@@ -111,9 +111,7 @@ def test_gradients_wait_for_the_last_weight_backward_and_yield_to_the_pipeline()
     sliced = simulate(replace(step, slice=1.0))
     assert sliced.makespan <= result.makespan and len(sliced.about) == len(result.about) + 2 * 2 * 2
     assert sliced.messages.keys() == result.messages.keys()
-    assert (
-        sum(s.about.what == WIRE for s in sliced.spans()) <= len(sliced.messages) + 2
-    )  # slices are joined again
+    assert sum(s.about.what == WIRE for s in sliced.spans()) <= len(sliced.messages) + 2  # slices are joined again
     graph = Graph()
     port, first = graph.add_pool("port"), 0.0
     tasks = [graph.task(1.0, port, priority=p) for p in (1, 1, 0)]
@@ -123,12 +121,7 @@ def test_gradients_wait_for_the_last_weight_backward_and_yield_to_the_pipeline()
 
 def _weights(schedule: Schedule, stage: int) -> set[Action]:
     kinds = (Kind.W, Kind.B)
-    return {
-        a
-        for r in range(len(schedule.ranks))
-        for a in schedule.compute(r)
-        if a.stage == stage and a.kind in kinds
-    }
+    return {a for r in range(len(schedule.ranks)) for a in schedule.compute(r) if a.stage == stage and a.kind in kinds}
 
 
 @pytest.mark.parametrize("dense", [0.5, 2.0, 4.0, 7.0, 30.0])
@@ -154,10 +147,7 @@ def test_embedding_waits_for_both_ends() -> None:
     ends = simulate(base).makespan
     assert separate.makespan == ends + 1.0
     assert fused.makespan == ends + 1.0  # rank 0 finishes last: its port has both to do, in either order
-    assert (
-        fused.messages[Send(Traffic.EMBEDDING, 1, 0)].start
-        < separate.messages[Send(Traffic.EMBEDDING, 1, 0)].start
-    )
+    assert fused.messages[Send(Traffic.EMBEDDING, 1, 0)].start < separate.messages[Send(Traffic.EMBEDDING, 1, 0)].start
 
 
 def test_cores_are_shared() -> None:
@@ -225,17 +215,13 @@ def assert_in_order(result: Result, tolerance: float) -> None:
             at = finish[COMPUTE, action]
             if action.kind is not Kind.W:
                 ahead = 1 if action.kind is Kind.F else -1
-                source = Send(
-                    FORWARD if ahead > 0 else BACKWARD, action.stage - ahead, action.microbatch or 0
-                )
+                source = Send(FORWARD if ahead > 0 else BACKWARD, action.stage - ahead, action.microbatch or 0)
                 if 0 <= source.stage < schedule.stages and schedule.remote(source.stage, action.stage):
                     hop = result.step.hop(source)
                     arrived = finish[WIRE, source] + hop.latency + hop.decode
                     assert start[COMPUTE, action] >= arrived - tolerance
     for rank in range(len(schedule.ranks)):
-        port = sorted(
-            (s.start, s.finish) for s in result.spans() if s.about.what == WIRE and s.about.rank == rank
-        )
+        port = sorted((s.start, s.finish) for s in result.spans() if s.about.what == WIRE and s.about.rank == rank)
         assert all(b[0] >= a[1] - tolerance for a, b in pairwise(port))
 
 

@@ -24,10 +24,11 @@ from thinwire.errors import UsageError
 from thinwire.kernels import select
 
 INDEX_BINS = 4096  # of the pooled histogram that regions are cut from
-DRIFT = 1.25  # counts within a factor of this of k are steered; beyond it the local threshold is taken afresh
+DRIFT = 1.25  # counts within a factor of this of k are steered; beyond it the threshold is taken afresh
 FINE_BINS = 1024  # of the histogram that refines one bin of the first
 FINE_SHIFT = select.HISTOGRAM_SHIFT - 10
-STEER = 0.5  # threshold ← threshold · (count/k)^STEER
+STEER = 0.05  # threshold ← threshold · (count/k)^STEER · pace; counts fall with the 7th to 15th power at 1 %
+PACE = 0.75  # how much of a threshold's last movement is expected again: residuals grow for a hundred steps and more
 CROWDED = 4.0  # an owner with this many times the average hands entries to others before the all-gather
 
 
@@ -38,7 +39,7 @@ class OkTopk(Collective):
     1. local: entries with |u| ≥ th_l, at most DRIFT·k of them (th_l exact every τ′ steps, steered in between)
     2. every τ steps: all-reduce the index histogram, cut P regions of equal load; choose the owner shift
     3. all-gather the P×P counts; 4. swap: each region's entries to its owner, in rotation; the owner adds in rank order
-    5. every τ′ steps: all-reduce the owners' magnitude histograms → th_g, so that about k entries pass
+    5. every τ′ steps: all-reduce the owners' magnitude histograms → th_g, so that k entries pass (steered in between)
     6. all-gather the owners' counts; where one is crowded, hand over contiguous shares (balance)
     7. swap: everybody's share to everybody; mean = sum/P
     own = this member's entries that passed globally, as they were sent, plus what coding did to the sums it owns.
@@ -71,11 +72,9 @@ class OkTopk(Collective):
         bounds, shift = state["bounds"].tolist(), int(state["shift"])
         code = Entries(self.values, self.indices)
         region, mine, sent = _split_and_reduce(cut(index, values, bounds), bounds, shift, code, flat, group)
-        self._global_threshold(region, k, state, group, fresh=age % self.tau_prime == 0)
-        index, sums = select.select(region, state["th_g"], region.numel())
+        (index, sums), held = _pick(region, k, state, group, fresh=age % self.tau_prime == 0)
         index += bounds[mine]
-        everything = _balanced_gather(index, sums, n, code, group)
-        state["th_g"] = _steered(state["th_g"], everything[0].numel(), k)
+        everything = _balanced_gather(index, sums, held, n, code, group)
         mean, passed = put(n, *everything), torch.zeros(n, dtype=torch.bool, device=flat.device)
         passed[everything[0]] = True
         kept = passed[sent[0]]
@@ -90,10 +89,10 @@ class OkTopk(Collective):
         if not fresh and "th_l" in state:
             index, values = select.select(flat, state["th_l"], flat.numel())
             if k / DRIFT <= index.numel() <= cap:
-                state["th_l"] = _steered(state["th_l"], index.numel(), k)
+                _steer(state, "l", index.numel() / k)
                 return index, values
         index, values = select.top(flat, k)
-        state["th_l"] = values.abs().min()
+        _renew(state, "l", values.abs().min())
         return index, values
 
     def _cut_regions(self, index: Tensor, n: int, state: State, group: Any) -> None:
@@ -114,25 +113,59 @@ class OkTopk(Collective):
         home = [sum(int(matrix[(j + s) % size, j]) for j in range(size)) for s in range(size)]
         state["shift"] = torch.tensor(max(range(size), key=home.__getitem__))
 
-    def _global_threshold(self, region: Tensor, k: int, state: State, group: Any, fresh: bool) -> None:
-        """Step 5: the k-th magnitude of the whole sum from pooled histograms: its eighth of an octave, then 1/1024 of
-        that (an eighth alone lets up to twice too many pass)."""
-        if not fresh and "th_g" in state:
-            return
-        counts = all_reduce(select.histogram(region.float()), group)
-        counts[0] = 0  # zeros are nobody's entries
-        edge = select.threshold_from(counts, k).clamp(min=torch.finfo(torch.float32).tiny)
-        low = edge.view(torch.int32).long()
-        bits = select.magnitude_bits(select.select(region, edge, region.numel())[1])
-        place = ((bits - low) >> FINE_SHIFT).clamp(max=FINE_BINS)  # the last: all above this eighth of an octave
-        fine = all_reduce(torch.bincount(place, minlength=FINE_BINS + 1), group)
-        above = fine.flip(0).cumsum(0).flip(0)
-        step = (above >= k).sum().clamp(1, FINE_BINS) - 1
-        state["th_g"] = (low + (step << FINE_SHIFT)).to(torch.int32).view(torch.float32)
+
+def _pick(region: Tensor, k: int, state: State, group: Any, fresh: bool) -> tuple[tuple[Tensor, Tensor], list[int]]:
+    """Steps 5 and 6: this member's sums that pass globally, and how many every member has.
+
+    A threshold under which too many or too few passed is taken afresh before anything is sent; everybody sees the same
+    counts, so everybody does.
+    """
+    if not fresh and "th_g" in state:
+        picked, counts = _above(region, state["th_g"], group)
+        if k / DRIFT <= sum(counts) <= DRIFT * k:
+            _steer(state, "g", sum(counts) / k)
+            return picked, counts
+    threshold = _pooled_threshold(region, k, group)
+    _renew(state, "g", threshold)
+    return _above(region, threshold, group)
 
 
-def _steered(threshold: Tensor, count: int, k: int) -> Tensor:
-    return threshold * float((max(count, 1) / k) ** STEER)
+def _above(region: Tensor, threshold: Tensor, group: Any) -> tuple[tuple[Tensor, Tensor], list[int]]:
+    picked = select.select(region, threshold, region.numel())
+    return picked, [int(c) for c in gather(torch.tensor([picked[0].numel()]), group)]
+
+
+def _pooled_threshold(region: Tensor, k: int, group: Any) -> Tensor:
+    """The k-th magnitude of the whole sum from all-reduced histograms: first its eighth of an octave, then 1/1024 of
+    that (an eighth alone lets up to twice too many pass)."""
+    counts = all_reduce(select.histogram(region.float()), group)
+    counts[0] = 0  # zeros are nobody's entries
+    edge = select.threshold_from(counts, k).clamp(min=torch.finfo(torch.float32).tiny)
+    low = edge.view(torch.int32).long()
+    bits = select.magnitude_bits(select.select(region, edge, region.numel())[1])
+    place = ((bits - low) >> FINE_SHIFT).clamp(max=FINE_BINS)  # the last: all above this eighth of an octave
+    fine = all_reduce(torch.bincount(place, minlength=FINE_BINS + 1), group)
+    above = fine.flip(0).cumsum(0).flip(0)
+    step = (above >= k).sum().clamp(1, FINE_BINS) - 1
+    return (low + (step << FINE_SHIFT)).to(torch.int32).view(torch.float32)
+
+
+def _steer(state: State, which: str, excess: float) -> None:
+    """The next step's threshold after `excess` times as many entries as wanted passed."""
+    moved = excess**STEER
+    _move(state, which, state[f"th_{which}"] * moved, moved)
+
+
+def _renew(state: State, which: str, exact: Tensor) -> None:
+    """The next step's threshold after this step's was found exactly."""
+    used = float(state.get(f"th_{which}", exact))
+    _move(state, which, exact, float(exact) / used if used > 0 and float(exact) > 0 else 1.0)
+
+
+def _move(state: State, which: str, threshold: Tensor, moved: float) -> None:
+    pace = (state.get(f"pace_{which}", torch.ones(())) * moved).clamp(0.5, 2.0) ** PACE
+    state[f"pace_{which}"] = pace
+    state[f"th_{which}"] = threshold * pace.to(threshold.device)
 
 
 def _split_and_reduce(
@@ -155,10 +188,11 @@ def _split_and_reduce(
     return region, mine, sent
 
 
-def _balanced_gather(index: Tensor, values: Tensor, n: int, code: Entries, group: Any) -> tuple[Tensor, Tensor]:
+def _balanced_gather(
+    index: Tensor, values: Tensor, counts: list[int], n: int, code: Entries, group: Any
+) -> tuple[Tensor, Tensor]:
     """Steps 6 and 7: every member's (index, value) to every member; crowded ones hand over contiguous shares first."""
     size, _ = world(group)
-    counts = [int(c) for c in gather(torch.tensor([index.numel()]), group)]
     if max(counts) * size > CROWDED * sum(counts):
         index, values, counts = _hand_over(index, values, counts, n, group)
     message = code.encode(index, values, n)

@@ -117,9 +117,7 @@ def parse_action(text: str) -> Action:
         return Action(-1, Kind.OVERLAP, None, tuple(parse_action(part) for part in pair[1].split(";")))
     single = _SINGLE.fullmatch(word)
     if single is None:
-        raise UsageError(
-            f"schedule action {text!r}: write stage, kind and micro-batch, such as 2F0 or 3SEND_B1"
-        )
+        raise UsageError(f"schedule action {text!r}: write stage, kind and micro-batch, such as 2F0 or 3SEND_B1")
     stage, kind, microbatch = single.groups()
     return Action(int(stage), Kind(kind), int(microbatch) if microbatch else None)
 

@@ -79,9 +79,7 @@ class Builder:
         decode = self._receive(replica, rank, Send(traffic, stage - ahead, part), stage, compute)
         encode = self._send(replica, rank, Send(traffic, stage, part), stage + ahead, compute)
         if kind is Kind.B:
-            self._ends[replica, stage] = [compute, *encode][
-                -1
-            ]  # the last send is on its way before gradients
+            self._ends[replica, stage] = [compute, *encode][-1]  # the last send is on its way before gradients
         return [*decode, compute, *encode]
 
     def _receive(self, replica: int, rank: int, send: Send, stage: int, compute: int) -> list[int]:
@@ -145,9 +143,7 @@ class Builder:
         machine, pool = self.step.machine, NONE
         if machine.cores:
             place = replica * len(self.schedule.ranks) + rank
-            pool = self.graph.add_pool(
-                ("cores", place // machine.ranks if machine.ranks else 0), machine.cores
-            )
+            pool = self.graph.add_pool(("cores", place // machine.ranks if machine.ranks else 0), machine.cores)
         self.about.append(About(what, replica, rank, subject))
         return self.graph.task(seconds, pool)
 

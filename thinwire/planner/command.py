@@ -27,9 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--init", metavar="PATH", help="write a commented example and stop")
     parser.add_argument("--rate", help="of the slow network, per port: 100mbit, 1gbit, unlimited")
     parser.add_argument("--latency", help="of the slow network, one way: 10ms")
-    parser.add_argument(
-        "--sweep", metavar="rate=LOW..HIGH", help="step time against rate: rate=1mbit..10gbit"
-    )
+    parser.add_argument("--sweep", metavar="rate=LOW..HIGH", help="step time against rate: rate=1mbit..10gbit")
     parser.add_argument("--figure", metavar="PATH", default="out/plan/sweep.png", help="where --sweep draws")
     parser.add_argument("--timeline", metavar="PATH", help="draw the step: compute, wire, codec a rank")
     parser.add_argument("--trace", metavar="PATH", help="the step as Chrome-trace JSON")
@@ -42,9 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.init:
         return _init(Path(args.init))
     if not args.config:
-        raise UsageError(
-            "no run given: thinwire plan RUN.toml, or thinwire plan --init RUN.toml for an example"
-        )
+        raise UsageError("no run given: thinwire plan RUN.toml, or thinwire plan --init RUN.toml for an example")
     plan = load(args.config, args.rate, args.latency)
     rates = _range(args.sweep) if args.sweep else []
     if args.actions:
@@ -102,9 +98,7 @@ def _show_messages(result: Result, title: str, every: bool) -> None:
     groups: dict[tuple[Any, ...], list[Message]] = defaultdict(list)
     for send, message in result.messages.items():
         groups[(send.traffic, send.stage, *((send.part,) if every else ()))].append(message)
-    rows = [
-        _row(key, groups[key]) for key in sorted(groups, key=lambda k: (list(Traffic).index(k[0]), *k[1:]))
-    ]
+    rows = [_row(key, groups[key]) for key in sorted(groups, key=lambda k: (list(Traffic).index(k[0]), *k[1:]))]
     columns = ("message", "sent", "bytes each", "on the wire", "in codecs", "least slack", "critical")
     spent = ", ".join(f"{what} {seconds:.4g} s" for what, seconds in result.spent.items())
     caption = f"step {result.makespan:.4g} s; its critical path: {spent}; ranks idle {result.bubble:.1%}"

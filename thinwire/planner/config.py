@@ -100,9 +100,7 @@ def _check_keys(section: str, table: Any) -> None:
             raise UsageError(f"[{section}] {key}: no such key; allowed are {', '.join(allowed)}")
 
 
-def _count(
-    section: str, table: Mapping[str, Any], key: str, default: int | None = None, least: int = 1
-) -> int:
+def _count(section: str, table: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
     value = table.get(key, default)
     if value is None:
         raise UsageError(f"[{section}] {key}: missing")

@@ -141,14 +141,10 @@ def sweep(curves: Sequence[Curve], rates: Sequence[float], title: str) -> Figure
     axes = figure.add_subplot()
     for at, curve in enumerate(curves):
         colour, mark = LINES[at % len(LINES)], MARKS[at % len(MARKS)]
-        axes.plot(
-            rates, curve.seconds, color=colour, marker=mark, markersize=4, markevery=3, label=_pays(curve)
-        )
+        axes.plot(rates, curve.seconds, color=colour, marker=mark, markersize=4, markevery=3, label=_pays(curve))
         rate = _worthy(curve)[1].rate
         if rate is not None:
-            axes.plot(
-                rate, _between(rates, curve.seconds, rate), "o", color=colour, markersize=11, fillstyle="none"
-            )
+            axes.plot(rate, _between(rates, curve.seconds, rate), "o", color=colour, markersize=11, fillstyle="none")
     axes.set_xscale("log")
     axes.set_yscale("log")
     ticks = [t for t in (10.0**e for e in range(4, 12)) if rates[0] <= t <= rates[-1]]

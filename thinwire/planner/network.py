@@ -146,9 +146,7 @@ def low_rank(left: float, right: float, p: int) -> Cost:
     return dense_ring(left, p) + dense_ring(right, p)
 
 
-def hierarchical(
-    n: float, inside: int, across: Callable[[float], Cost], word: float = 4
-) -> tuple[Cost, Cost]:
+def hierarchical(n: float, inside: int, across: Callable[[float], Cost], word: float = 4) -> tuple[Cost, Cost]:
     """(inside, across): dense ring inside a site, around which each rank takes n/inside values across."""
     return dense_ring(word * n, inside), across(n / inside)
 

@@ -95,8 +95,7 @@ def _gradients(run: Run, wire: Wire, stage: int) -> list[Hop]:
     """A stage's units; the tied embedding's sum over replicas comes last where it is not fused."""
     members = [d * run.pp + run.schedule.rank_of[stage] for d in range(run.dp)]
     hops = [
-        _collective(run, wire.gradient, unit, members)
-        for unit in units(run.model.stage(stage, run.schedule.stages))
+        _collective(run, wire.gradient, unit, members) for unit in units(run.model.stage(stage, run.schedule.stages))
     ]
     if run.model.embedding_values() and stage in _ends(run) and not (wire.fused and _tied_apart(run)):
         hops.append(_collective(run, wire.embedding, [(run.model.vocab, run.model.hidden)], members))

@@ -239,17 +239,13 @@ def _placed(ranks: int, virtual: int, v_shaped: bool) -> Iterator[int]:
 
 def _check(title: str, recipe: Recipe, ranks: int, microbatches: int, virtual: int | None) -> int:
     if ranks < 1 or microbatches < 1:
-        raise UsageError(
-            f"schedule {title}: {ranks} ranks, {microbatches} micro-batches; both must be at least 1"
-        )
+        raise UsageError(f"schedule {title}: {ranks} ranks, {microbatches} micro-batches; both must be at least 1")
     v = (recipe.virtual or 2) if virtual is None else virtual
     if v < 1 or (recipe.virtual is not None and v != recipe.virtual):
         raise UsageError(f"virtual = {v}: {title} has {recipe.virtual or '1 or more'} stage(s) a rank")
     rounds = max(1, microbatches // ranks)
     if recipe.even_rounds and microbatches % rounds:
-        raise UsageError(
-            f"microbatches = {microbatches}: {title}, {ranks} ranks, needs a multiple of {rounds}"
-        )
+        raise UsageError(f"microbatches = {microbatches}: {title}, {ranks} ranks, needs a multiple of {rounds}")
     if recipe.full and microbatches < ranks * v:
         raise UsageError(f"microbatches = {microbatches}: {title} needs at least one per stage, {ranks * v}")
     return v

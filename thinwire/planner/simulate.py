@@ -75,12 +75,7 @@ class Result:
             if about.replica:
                 continue
             span = Span(about, t.start[i], t.finish[i], max(0.0, t.slack[i]), i in on_path)
-            if (
-                spans
-                and spans[-1].about == about
-                and spans[-1][2] == span.start
-                and spans[-1].on_path is span.on_path
-            ):
+            if spans and spans[-1].about == about and spans[-1][2] == span.start and spans[-1].on_path is span.on_path:
                 span = span._replace(start=spans.pop().start)
             spans.append(span)
         return spans
@@ -123,7 +118,5 @@ def simulate(step: Step) -> Result:
         timing = graph.simulate(built.graph)
     except graph.StuckError as stuck:
         waiting = [str(built.about[i].subject) for i in stuck.tasks[:3]]
-        raise UsageError(
-            f"schedule {step.schedule.name} never finishes: {', '.join(waiting)} … wait"
-        ) from None
+        raise UsageError(f"schedule {step.schedule.name} never finishes: {', '.join(waiting)} … wait") from None
     return Result(step, timing, built.about, built.messages)

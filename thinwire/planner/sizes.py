@@ -69,18 +69,12 @@ def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: 
     if setting.name == "hierarchical":
         rest = dict(setting.args["across"])
         across = Setting(plain_name(rest.pop("collective")), rest)
-        return network.hierarchical(
-            n, inside, lambda n: reduction(across, [(math.ceil(n),)], ranks // inside)[1]
-        )
+        return network.hierarchical(n, inside, lambda n: reduction(across, [(math.ceil(n),)], ranks // inside)[1])
     if setting.name == "lowrank":
         return Cost(), _low_rank(setting.args["rank"], shapes, ranks)
     if "density" in setting.args:
         return Cost(), _sparse(setting, n, ranks)
-    table = (
-        {"codec": "quantize", "bits": setting.args["bits"]}
-        if "bits" in setting.args
-        else setting.args["codec"]
-    )
+    table = {"codec": "quantize", "bits": setting.args["bits"]} if "bits" in setting.args else setting.args["codec"]
     form = network.gather if setting.name == "gather" else network.two_hop
     return Cost(), form(coded(build(table), (n,)), ranks)
 

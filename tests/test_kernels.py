@@ -249,19 +249,16 @@ def test_kernels_run_from_many_threads_at_once():
     assert all(torch.equal(wire, expected) for wire in wires)
 
 
-def test_a_child_forked_too_late_gets_an_error_not_a_signal():
+def test_a_child_forked_late_still_works():
+    """OpenMP would end a child of a process whose threads it started: there the serial version runs."""
     code = """
 import os, torch
-from thinwire.codecs import Quantize
+from thinwire.kernels import quantize as kernel
 x = torch.ones(200_000)  # made here: torch's own parallel loops hang in such a child
-Quantize(4).encode(x)
+wire = kernel.quantize(x, 4, 128)
 pid = os.fork()
 if pid == 0:
-    try:
-        Quantize(4).encode(x)
-    except RuntimeError as error:
-        os._exit(7 if "fork before the first kernel" in str(error) else 1)
-    os._exit(0)
+    os._exit(7 if (kernel.quantize(x, 4, 128).numpy() == wire.numpy()).all() else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 7

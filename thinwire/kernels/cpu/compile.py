@@ -61,20 +61,20 @@ def inline(function: Callable) -> Any:
 def parallel(function: Callable) -> Any:
     """Compile a kernel whose `prange` loops run on as many threads as torch uses (`torch.set_num_threads`).
 
-    Small arrays stay on the calling thread: waking another costs more than it saves, and far more on a busy machine.
+    One thread means a serial version of the same code, which never touches OpenMP: for small arrays, where waking a
+    thread costs more than it saves; where torch is told to use one (torchrun does, for several ranks a machine); and in
+    a child forked after its parent ran a parallel kernel, which OpenMP would end.
     """
-    compiled = numba.njit(parallel=True, **OPTIONS)(function)
+    many = numba.njit(parallel=True, **OPTIONS)(function)
+    one = numba.njit(**OPTIONS)(function)
 
     def call(*args: Any) -> Any:
-        if os.getpid() != _owner.setdefault("pid", os.getpid()):
-            raise RuntimeError(
-                "CPU kernels cannot run in a child forked after its parent ran one (OpenMP would end it): "
-                "fork before the first kernel, or start workers with spawn"
-            )
         small = all(a.size < PARALLEL_VALUES for a in args if isinstance(a, np.ndarray))
         threads = 1 if small else min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+        if threads == 1 or os.getpid() != _owner.setdefault("pid", os.getpid()):
+            return one(*args)
         numba.set_num_threads(threads)
-        return compiled(*args)
+        return many(*args)
 
     return call
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from inputs import DISTRIBUTIONS, tensor
 
 from thinwire.kernels import bits, checksum, delta, hadamard, indices, quantize, random, scales, select, sign, ternary
+from thinwire.kernels.cpu import quantize as cpu_quantize
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 sizes = st.one_of(st.sampled_from([0, 1, 7, 8, 127, 128, 129, 8192, 8200]), st.integers(0, 3000))
@@ -247,6 +248,13 @@ def test_kernels_run_from_many_threads_at_once():
     with ThreadPoolExecutor(4) as pool:
         wires = list(pool.map(lambda _: quantize.quantize(x, 4, 128), range(40)))
     assert all(torch.equal(wire, expected) for wire in wires)
+
+
+def test_serial_and_parallel_versions_are_kept_apart():
+    """Numba's cache goes by name: under one name the parallel version would be served the serial code."""
+    for kernel in (cpu_quantize._quantize_nearest, cpu_quantize._dequantize):
+        assert kernel.many.targetoptions["parallel"] and not kernel.one.targetoptions.get("parallel")
+        assert kernel.many._cache._impl.filename_base != kernel.one._cache._impl.filename_base
 
 
 def test_a_child_forked_late_still_works():

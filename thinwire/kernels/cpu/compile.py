@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numba
@@ -66,7 +67,7 @@ def parallel(function: Callable) -> Any:
     a child forked after its parent ran a parallel kernel, which OpenMP would end.
     """
     many = numba.njit(parallel=True, **OPTIONS)(function)
-    one = numba.njit(**OPTIONS)(function)
+    one = numba.njit(**OPTIONS)(_renamed(function, "serial"))
 
     def call(*args: Any) -> Any:
         small = all(a.size < PARALLEL_VALUES for a in args if isinstance(a, np.ndarray))
@@ -76,7 +77,15 @@ def parallel(function: Callable) -> Any:
         numba.set_num_threads(threads)
         return many(*args)
 
+    call.many, call.one = many, one
     return call
+
+
+def _renamed(function: Callable, suffix: str) -> Callable:
+    """The same function under another name: Numba's cache knows functions by name, not by how they are compiled."""
+    twin = FunctionType(function.__code__, function.__globals__, f"{function.__name__}_{suffix}", function.__defaults__)
+    twin.__qualname__, twin.__module__ = twin.__name__, function.__module__
+    return twin
 
 
 def allocate(n: int, dtype: torch.dtype) -> Tensor:

@@ -94,13 +94,13 @@ def check_numba() -> list[Finding]:
         from thinwire.kernels import quantize
         from thinwire.kernels.cpu.compile import CACHE_DIRECTORY
 
-        x = torch.linspace(-1, 1, 1000)
+        x = torch.linspace(-1, 1, 200_000)  # enough for several threads
         same = torch.equal(quantize.quantize(x, 4, 128, impl="cpu"), quantize.quantize(x, 4, 128, impl="reference"))
-        layer = numba.threading_layer()
+        layer = f"{numba.threading_layer()} threads" if torch.get_num_threads() > 1 else "one thread"
     except (ImportError, ValueError, OSError) as error:
         remedy = "pip install numba; on Linux the OpenMP layer needs libgomp (apt install libgomp1)"
         return [Finding("numba", False, str(error).splitlines()[0][:80], remedy, needed=True)]
-    detail = f"{numba.__version__}, {layer} threads, kernels kept in {_short(CACHE_DIRECTORY)}"
+    detail = f"{numba.__version__}, {layer}, kernels kept in {_short(CACHE_DIRECTORY)}"
     remedy = "" if same else "the compiled kernel gives other bits than the reference: please report this"
     return [Finding("numba", same, detail, remedy, needed=True)]
 

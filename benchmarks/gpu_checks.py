@@ -164,7 +164,7 @@ def huge_codes(x: Tensor) -> dict[str, tuple]:
     scale, _ = quantize.choose_scales(blocks, 4, False, BF16)
     noise = (rng.hash32(torch.arange(lo, lo + blocks.numel()), 5) >> 8).float() * 2.0**-24
     near, chance = (
-        (quantize.round_codes(blocks, scale, 4, False, u) * scale[:, None]).reshape(-1)[: n - lo].to(BF16)
+        (quantize.round_codes(blocks, scale, 4, None, u) * scale[:, None]).reshape(-1)[: n - lo].to(BF16)
         for u in (None, noise)
     )
     delta.encode_delta(x, y, y, 4, BLOCK, gate=True, impl="gpu")

@@ -22,7 +22,7 @@ from thinwire.planner import command, network, sizes
 from thinwire.planner.config import Run, read_run
 from thinwire.planner.model import UNIT_BYTES, Model, units, values
 from thinwire.planner.predict import predict, sweep, worth
-from thinwire.planner.presets import PRESETS
+from thinwire.presets import PRESETS
 from thinwire.planner.schedule import generate
 from thinwire.planner.settings import preset, read_wire
 from thinwire.planner.step import Send, Traffic
@@ -103,7 +103,7 @@ def test_example_names_every_key(config: Path) -> None:
         ("bits = 4", "bits = 40", "bits.*40"),
         ("bits = 4", "bit = 4", "bit.*bits"),
         ('memory = "delta"', 'memory = "beta"', "beta.*delta"),
-        ('select = "slack"', 'select = "some"', "some.*epilogue"),
+        ('when = "critical"', 'when = "some"', "some.*epilogue"),
         ('collective = "ok_topk"', 'collective = "ring"', "ring.*dense"),
         ("density = 0.01", "densty = 0.01", "density"),
         ('sync = "fused"', 'sync = "fuse"', "fuse.*separate"),
@@ -232,14 +232,14 @@ def test_cold_deltas_cost_a_plain_message() -> None:
 def test_selected_messages_only() -> None:
     everything = {"codec": "quantize", "bits": 4}
     sent = {
-        select: predict(run, run.wire).sent[Traffic.BACKWARD]
-        for select in ("all", "epilogue", "slack")
-        if (run := small(wire={"backward": {**everything, "select": select}})).wire
+        when: predict(run, run.wire).sent[Traffic.BACKWARD]
+        for when in ("always", "epilogue", "critical")
+        if (run := small(wire={"backward": {**everything, "when": when}})).wire
     }
     raw, packed = 4 * 32 * 64, sizes.message_bytes(read_wire({"backward": everything}).backward, (1, 32, 64))
-    assert sent["all"] == 24 * packed
+    assert sent["always"] == 24 * packed
     assert sent["epilogue"] == (3 + 2 + 1) * packed + (24 - 6) * raw
-    assert sent["all"] <= sent["slack"] < 24 * raw
+    assert sent["always"] <= sent["critical"] < 24 * raw
 
 
 def test_tied_embedding_costs_its_closed_form() -> None:

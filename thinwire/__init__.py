@@ -14,7 +14,9 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Channel": "thinwire.channel", "Codec": "thinwire.codecs", "Memory": "thinwire.memory",
-    "codecs": "", "memory": "", "collectives": "", "kernels": "", "lab": "", "planner": "", "convex": "",
+    "Wire": "thinwire.wire", "Link": "thinwire.wire", "Reduction": "thinwire.wire",
+    "codecs": "", "memory": "", "collectives": "", "wire": "", "parallel": "", "kernels": "", "lab": "", "planner": "",
+    "convex": "",
 }  # fmt: skip
 
 

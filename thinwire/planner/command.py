@@ -11,10 +11,10 @@ from typing import Any
 from thinwire.errors import UsageError
 from thinwire.planner import predict as predictions
 from thinwire.planner.config import Run, load
-from thinwire.planner.presets import PRESETS
 from thinwire.planner.settings import Wire, preset
 from thinwire.planner.simulate import Message, Result
 from thinwire.planner.step import Traffic
+from thinwire.presets import PRESETS
 from thinwire.report.show import progress, table, write_json
 from thinwire.units import parse_rate, show_bytes, show_rate
 

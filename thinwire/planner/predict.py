@@ -24,15 +24,15 @@ def predict(run: Run, wire: Wire, cold: bool = False) -> Result:
     packed = _step(run, wire, cold)
     plain = _step(run, Wire(OFF.name, embedding=wire.embedding, fused=wire.fused), cold)
     rule = {
-        kind: setting.select if setting else "all"
+        kind: setting.when if setting else "always"
         for kind, setting in zip(Traffic, (wire.forward, wire.backward, wire.gradient, None))
     }
     last = epilogue(packed)
 
     def fixed(send: Send) -> bool:
-        return rule[send.traffic] == "all" or (rule[send.traffic] == "epilogue" and last(send))
+        return rule[send.traffic] == "always" or (rule[send.traffic] == "epilogue" and last(send))
 
-    if "slack" in rule.values():
+    if "critical" in rule.values():
         return choose(mixed(plain, packed, fixed), packed).result
     return simulate(mixed(plain, packed, fixed))
 

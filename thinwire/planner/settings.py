@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import UsageError
-from thinwire.planner.presets import PRESETS
+from thinwire.naming import plain_name
+from thinwire.presets import PRESETS
 
-SELECTS = {
-    "forward": ("all", "slack"),
-    "backward": ("all", "slack", "epilogue"),
-    "gradient": ("all", "slack"),
-    "embedding": ("all",),
+WHEN = {
+    "forward": ("always", "critical"),
+    "backward": ("always", "critical", "epilogue"),
+    "gradient": ("always", "critical"),
+    "embedding": ("always",),
 }
+WITHOUT_COST = ("warmup", "exclude", "exact_dims", "unit_mb", "tau", "tau_prime", "scope", "xi_every", "lazy")
 MEMORIES = (
     "plain", "fixedshift", "starshift", "diana", "randdiana", "ef21", "errorfeedback", "econtrol", "delta",
 )  # fmt: skip
@@ -32,10 +34,7 @@ COLLECTIVES = {  # name -> the arguments it needs
     "hierarchical": ("across",),
 }
 
-
-def plain_name(name: str) -> str:
-    """Constructor names are matched without case, dashes and underscores: ok_topk is OkTopk."""
-    return name.lower().replace("_", "").replace("-", "")
+CODING = ("values", "indices")  # of the sparse ones' entries
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Setting:
 
     name: str
     args: Mapping[str, Any]
-    select: str = "all"
+    when: str = "always"
     delta: bool = False
     gate: bool = True
     cold: Mapping[str, Any] | None = None
@@ -109,7 +108,7 @@ def _codec(kind: str, given: Mapping[str, Any]) -> Setting | None:
 
 
 def _collective(kind: str, given: Mapping[str, Any]) -> Setting | None:
-    table = dict(given)
+    table = {key: value for key, value in given.items() if key not in WITHOUT_COST}
     if not table:
         return None
     wanted = table.pop("collective", None)
@@ -118,8 +117,9 @@ def _collective(kind: str, given: Mapping[str, Any]) -> Setting | None:
         raise UsageError(f"[wire.{kind}] collective = {wanted!r}: allowed are {', '.join(COLLECTIVES)}")
     setting = _setting(kind, table, name)
     needed = COLLECTIVES[name]
+    allowed = (*needed, *(CODING if "density" in needed else ()))
     for key in (*needed, *setting.args):
-        if key not in needed or key not in setting.args:
+        if key not in allowed or (key in needed and key not in setting.args):
             raise UsageError(f"[wire.{kind}] {key}: {name} takes {', '.join(needed) or 'no argument'}")
     return setting
 
@@ -127,10 +127,10 @@ def _collective(kind: str, given: Mapping[str, Any]) -> Setting | None:
 def _setting(kind: str, table: dict[str, Any], name: str) -> Setting:
     memory = table.pop("memory", None)
     inner: Mapping[str, Any] = memory if isinstance(memory, Mapping) else {"memory": memory or "plain"}
-    select = table.pop("select", "all")
-    if select not in SELECTS[kind]:
-        raise UsageError(f"[wire.{kind}] select = {select!r}: allowed are {', '.join(SELECTS[kind])}")
+    when = table.pop("when", "always")
+    if when not in WHEN[kind]:
+        raise UsageError(f"[wire.{kind}] when = {when!r}: allowed are {', '.join(WHEN[kind])}")
     keeps = plain_name(str(inner.get("memory", "")))
     if keeps not in MEMORIES:
         raise UsageError(f"[wire.{kind}] memory = {memory!r}: allowed are {', '.join(MEMORIES)}")
-    return Setting(name, table, select, keeps == "delta", bool(inner.get("gate", True)), inner.get("cold"))
+    return Setting(name, table, when, keeps == "delta", bool(inner.get("gate", True)), inner.get("cold"))

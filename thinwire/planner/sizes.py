@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Protocol
 
+from thinwire.naming import plain_name
 from thinwire.planner import network
 from thinwire.planner.model import Shape, values
 from thinwire.planner.network import Cost
-from thinwire.planner.settings import Setting, plain_name
+from thinwire.planner.settings import Setting
 
 FP32 = 4
 
@@ -80,10 +81,11 @@ def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: 
 
 
 def _sparse(setting: Setting, n: int, ranks: int) -> Cost:
-    """By the entry: the coded top-k message over its k entries. Ok-Topk's owners are taken as balanced."""
-    density = setting.args["density"]
-    k = max(1, round(density * n))
-    entry = coded(build({"codec": "topk", "density": density}), (n,)) / k
+    """By the entry: k coded ones over their number. Ok-Topk's owners are taken as balanced."""
+    k = max(1, round(setting.args["density"] * n))
+    entries = importlib.import_module("thinwire.codecs.entries").Entries
+    coding = entries(setting.args.get("values", "fp32"), setting.args.get("indices", "coded"))
+    entry = coding.nbytes(n, k, _fp32()) / k
     match setting.name:
         case "oktopk":
             return network.ok_topk(k, ranks, entry, balanced=True)

@@ -1,7 +1,7 @@
 """Wire settings by name, as data: what `[wire]` in a run.toml would say.
 
 A name under `codec` or `collective` is a constructor, the other keys its arguments; `memory` is a constructor
-too. `select` says which messages: all, Optimus-CC's epilogue, or those without slack (the simulator's set).
+too. `when` says which messages: always, Optimus-CC's epilogue, or critical: those without slack in the simulator.
 `embedding` is the tied one: one exchange over both its stages (fused), or one on each and one between them.
 """
 
@@ -39,8 +39,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     # Optimus-CC (arXiv 2301.09830): low rank backward in the epilogue, low rank gradients on exposed stages
     "paper-optimus": {
-        "backward": {"codec": "low_rank", "rank": 16, "memory": "error_feedback", "select": "epilogue"},
-        "gradient": {"collective": "low_rank", "rank": 128, "memory": "error_feedback", "select": "slack"},
+        "backward": {"codec": "low_rank", "rank": 16, "memory": "error_feedback", "when": "epilogue"},
+        "gradient": {"collective": "low_rank", "rank": 128, "memory": "error_feedback", "when": "critical"},
         "embedding": {"sync": "fused"},
     },
     # as thin as training stands, by our own measurements: three bits each way, 1 % of the gradient

@@ -1,0 +1,31 @@
+"""Constructors by name, as configuration gives them: {"codec": "quantize", "bits": 4} is Quantize(bits=4)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from thinwire.errors import UsageError
+
+T = TypeVar("T")
+
+
+def plain_name(name: str) -> str:
+    """Constructor names are matched without case, dashes and underscores: ok_topk is OkTopk."""
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def construct(kind: str, registry: Mapping[str, Callable[..., T]], name: object, arguments: Mapping[str, Any]) -> T:
+    """registry[name](**arguments); what is unknown or missing is named, with what is allowed."""
+    plain = plain_name(str(name))
+    if plain not in registry:
+        raise UsageError(f"{kind} {name!r} is unknown: one of {', '.join(registry)}")
+    allowed = inspect.signature(registry[plain]).parameters
+    for key in arguments:
+        if key not in allowed:
+            raise UsageError(f"{plain} has no setting {key!r}: it takes {', '.join(allowed) or 'none'}")
+    missing = [k for k, p in allowed.items() if p.default is p.empty and k not in arguments]
+    if missing:
+        raise UsageError(f"{plain} needs {', '.join(missing)}")
+    return registry[plain](**arguments)

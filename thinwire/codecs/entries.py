@@ -32,6 +32,11 @@ class Entries:
         if self.indices not in INDICES:
             raise UsageError(f"indices must be one of {', '.join(INDICES)}, not {self.indices!r}")
 
+    @property
+    def is_exact(self) -> bool:
+        """Does decoding give back what was encoded?"""
+        return self.values == "fp32"
+
     def nbytes(self, n: int, k: int, dtype: torch.dtype = torch.float32) -> int:
         return VALUES[self.values].nbytes((k,), dtype) + self._index_bytes(n, k)
 

@@ -9,6 +9,7 @@ dict of tensors that the channel owns and checkpoints; a collective replaces ent
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +18,21 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 
+BUCKET = 4  # peers a message is exchanged with before those of the next are waited for
+
 
 class Collective:
     def exchange(
         self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
+
+    def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Collective:
+        """This collective for the flat concatenation of several tensors; the same, where shapes mean nothing to it."""
+        return self
+
+    def settle(self, states: list[State], numels: list[int], group: Any = None) -> None:
+        """Once a step, after the last exchange: what the units' states (of `numels` values each) have in common."""
 
 
 def world(group: Any) -> tuple[int, int]:
@@ -42,25 +52,38 @@ def gather(x: Tensor, group: Any) -> list[Tensor]:
     return out
 
 
-def swap(outgoing: list[Tensor], sizes: list[int], group: Any) -> list[Tensor]:
-    """Send outgoing[j] to member j and return what each sent here, sizes[j] bytes of uint8; own passes through.
+def arriving(outgoing: list[Tensor], sizes: list[int], group: Any) -> Iterator[tuple[int, Tensor]]:
+    """Send outgoing[j] to member j; yield (member, what it sent here), sizes[member] bytes of uint8, own first.
 
     Step s sends to (r + s) mod P and receives from (r − s) mod P, so that no member is everybody's target at once
-    (Ok-Topk's destination rotation). Nothing is sent where there is nothing to send.
+    (Ok-Topk's destination rotation). All steps are posted at once, in buckets; a bucket is handed over when it is
+    there, while later ones are in flight, always in the same order. Nothing is sent where there is nothing to send.
     """
     size, rank = world(group)
     incoming = [torch.empty(n, dtype=torch.uint8, device=outgoing[rank].device) for n in sizes]
-    incoming[rank] = outgoing[rank]
-    operations = []
-    for s in range(1, size):
-        to, source = (rank + s) % size, (rank - s) % size
-        if outgoing[to].numel():
-            operations.append(dist.P2POp(dist.isend, outgoing[to].contiguous(), group=group, group_peer=to))
-        if sizes[source]:
-            operations.append(dist.P2POp(dist.irecv, incoming[source], group=group, group_peer=source))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-    return incoming
+    posted = []
+    for first in range(1, size, BUCKET):
+        operations, sources = [], []
+        for s in range(first, min(first + BUCKET, size)):
+            to, source = (rank + s) % size, (rank - s) % size
+            if outgoing[to].numel():
+                operations.append(dist.P2POp(dist.isend, outgoing[to].contiguous(), group=group, group_peer=to))
+            if sizes[source]:
+                operations.append(dist.P2POp(dist.irecv, incoming[source], group=group, group_peer=source))
+            sources.append(source)
+        posted.append((sources, dist.batch_isend_irecv(operations) if operations else []))
+    yield rank, outgoing[rank]
+    for sources, works in posted:
+        for work in works:
+            work.wait()
+        for source in sources:
+            yield source, incoming[source]
+
+
+def swap(outgoing: list[Tensor], sizes: list[int], group: Any) -> list[Tensor]:
+    """`arriving`, all of it, in member order."""
+    arrived = dict(arriving(outgoing, sizes, group))
+    return [arrived[member] for member in range(len(outgoing))]
 
 
 def all_reduce(x: Tensor, group: Any) -> Tensor:

@@ -10,7 +10,6 @@ home; coded indices and values, with what coding changed charged to whoever code
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from thinwire.codecs import TopK
 from thinwire.codecs.entries import Entries
-from thinwire.collectives.base import Collective, State, all_reduce, gather, swap, world
-from thinwire.collectives.sparse import cut, put, zeros
+from thinwire.collectives.base import Collective, State, all_reduce, gather, world
+from thinwire.collectives.regions import balanced_gather, join, put, split_and_reduce
 from thinwire.errors import UsageError
 from thinwire.kernels import select
 
@@ -29,7 +28,6 @@ FINE_BINS = 1024  # of the histogram that refines one bin of the first
 FINE_SHIFT = select.HISTOGRAM_SHIFT - 10
 STEER = 0.05  # threshold ← threshold · (count/k)^STEER · pace; counts fall with the 7th to 15th power at 1 %
 PACE = 0.75  # how much of a threshold's last movement is expected again: residuals grow for a hundred steps and more
-CROWDED = 4.0  # an owner with this many times the average hands entries to others before the all-gather
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,10 @@ class OkTopk(Collective):
             self._cut_regions(index, n, state, group)
         bounds, shift = state["bounds"].tolist(), int(state["shift"])
         code = Entries(self.values, self.indices)
-        region, mine, sent = _split_and_reduce(cut(index, values, bounds), bounds, shift, code, flat, group)
+        region, mine, sent = split_and_reduce((index, values), bounds, shift, code, group)
         (index, sums), held = _pick(region, k, state, group, fresh=age % self.tau_prime == 0)
         index += bounds[mine]
-        everything = _balanced_gather(index, sums, held, n, code, group)
+        everything = join(balanced_gather((index, sums), held, n, code, group))
         mean, passed = put(n, *everything), torch.zeros(n, dtype=torch.bool, device=flat.device)
         passed[everything[0]] = True
         kept = passed[sent[0]]
@@ -166,62 +164,3 @@ def _move(state: State, which: str, threshold: Tensor, moved: float) -> None:
     pace = (state.get(f"pace_{which}", torch.ones(())) * moved).clamp(0.5, 2.0) ** PACE
     state[f"pace_{which}"] = pace
     state[f"th_{which}"] = threshold * pace.to(threshold.device)
-
-
-def _split_and_reduce(
-    parts: list[tuple[Tensor, Tensor]], bounds: list[int], shift: int, code: Entries, like: Tensor, group: Any
-) -> tuple[Tensor, int, tuple[Tensor, Tensor]]:
-    """Steps 3 and 4: (the sum over members of this member's region, which region, this member's entries as sent)."""
-    size, rank = world(group)
-    lengths = [b - a for a, b in pairwise(bounds)]
-    mine = (rank - shift) % size
-    counts = torch.tensor([index.numel() for index, _ in parts])
-    matrix = torch.stack(gather(counts, group))
-    messages = [code.encode(*part, length) for part, length in zip(parts, lengths)]
-    outgoing = [messages[(owner - shift) % size] for owner in range(size)]
-    sizes = [code.nbytes(lengths[mine], int(c), like.dtype) for c in matrix[:, mine]]
-    region = zeros(lengths[mine], like)
-    for sender, wire in enumerate(swap(outgoing, sizes, group)):
-        select.scatter_add(region, *code.decode(wire, lengths[mine], int(matrix[sender, mine]), like.dtype))
-    decoded = [code.decode(w, n, int(c), like.dtype) for w, n, c in zip(messages, lengths, counts)]
-    sent = torch.cat([i + lo for (i, _), lo in zip(decoded, bounds)]), torch.cat([v for _, v in decoded])
-    return region, mine, sent
-
-
-def _balanced_gather(
-    index: Tensor, values: Tensor, counts: list[int], n: int, code: Entries, group: Any
-) -> tuple[Tensor, Tensor]:
-    """Steps 6 and 7: every member's (index, value) to every member; crowded ones hand over contiguous shares first."""
-    size, _ = world(group)
-    if max(counts) * size > CROWDED * sum(counts):
-        index, values, counts = _hand_over(index, values, counts, n, group)
-    message = code.encode(index, values, n)
-    sizes = [code.nbytes(n, c, values.dtype) for c in counts]
-    arrived = swap([message] * size, sizes, group)
-    parts = [code.decode(w, n, c, values.dtype) for w, c in zip(arrived, counts)]
-    return torch.cat([i for i, _ in parts]), torch.cat([v for _, v in parts])
-
-
-def _hand_over(
-    index: Tensor, values: Tensor, counts: list[int], n: int, group: Any
-) -> tuple[Tensor, Tensor, list[int]]:
-    """Entries in member order, re-cut into P shares that differ by at most one; exact values, only what moves."""
-    size, rank = world(group)
-    exact = Entries("fp32", "int32")
-    starts = [sum(counts[:j]) for j in range(size + 1)]
-    shares = [starts[-1] * j // size for j in range(size + 1)]
-
-    def overlap(owner: int, taker: int) -> tuple[int, int]:
-        low, high = max(starts[owner], shares[taker]), min(starts[owner + 1], shares[taker + 1])
-        return low, max(low, high)
-
-    outgoing = []
-    for taker in range(size):
-        low, high = (edge - starts[rank] for edge in overlap(rank, taker))
-        outgoing.append(exact.encode(index[low:high], values[low:high], n))
-    taken = [high - low for low, high in (overlap(owner, rank) for owner in range(size))]
-    arrived = swap(outgoing, [exact.nbytes(n, c, values.dtype) for c in taken], group)
-    parts = [exact.decode(w, n, c, values.dtype) for w, c in zip(arrived, taken)]
-    merged = torch.cat([i for i, _ in parts]), torch.cat([v for _, v in parts])
-    order = merged[0].argsort()
-    return merged[0][order], merged[1][order], [b - a for a, b in pairwise(shares)]

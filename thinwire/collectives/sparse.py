@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,31 +12,10 @@ from thinwire.codecs import TopK
 from thinwire.codecs.entries import Entries
 from thinwire.codecs.exact import Identity
 from thinwire.collectives.base import Collective, State, gather, swap, world
+from thinwire.collectives.regions import put, region_bounds, split_and_reduce, zeros
 from thinwire.kernels import select
 
 EXACT = Identity()
-
-
-def region_bounds(n: int, size: int) -> list[int]:
-    """P + 1 boundaries of equal static regions."""
-    return [n * j // size for j in range(size + 1)]
-
-
-def cut(index: Tensor, values: Tensor, bounds: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Sorted entries → per region (indices relative to its start, values)."""
-    edges = torch.searchsorted(index, torch.tensor(bounds, device=index.device)).tolist()
-    return [(index[a:b] - lo, values[a:b]) for a, b, lo in zip(edges, edges[1:], bounds)]
-
-
-def zeros(n: int, like: Tensor) -> Tensor:
-    """float[n] of like's dtype and device; on the CPU from numpy, which asks for huge pages: four times faster."""
-    if not n or like.device.type != "cpu":
-        return like.new_zeros(n)
-    return torch.from_numpy(np.zeros(n * like.element_size(), np.uint8)).view(like.dtype)
-
-
-def put(n: int, index: Tensor, values: Tensor) -> Tensor:
-    return select.scatter_add(zeros(n, values), index, values)
 
 
 @dataclass(frozen=True)
@@ -96,8 +73,9 @@ class TopkDSA(Collective):
         n, bounds = flat.numel(), region_bounds(flat.numel(), size)
         if n == 0:
             return u.clone(), u.clone()
-        parts = cut(*select.top(flat, TopK(self.density).count(n)), bounds)
-        region, own = reduce_regions(parts, bounds, code, flat, group)
+        picked = select.top(flat, TopK(self.density).count(n))
+        region, _, sent = split_and_reduce(picked, bounds, 0, code, group)
+        own = put(n, *sent)
         index = torch.nonzero(region).reshape(-1)
         counts = [int(c) for c in gather(torch.tensor([index.numel()]), group)]
         full = [3 * c > b - a for c, a, b in zip(counts, bounds, bounds[1:])]
@@ -115,30 +93,6 @@ class TopkDSA(Collective):
         mine = slice(bounds[rank], bounds[rank + 1])
         own[mine] += mean[mine] - region  # what coding the sums changed
         return mean.div_(size).view(u.shape), own.view(u.shape)
-
-
-def reduce_regions(
-    parts: list[tuple[Tensor, Tensor]], bounds: list[int], code: Entries, like: Tensor, group: Any
-) -> tuple[Tensor, Tensor]:
-    """Split and reduce: (the sum over members of this member's region, this member's entries as they were sent).
-
-    1. all-gather the P counts of every member; 2. swap the coded entries; 3. add in rank order.
-    """
-    _, rank = world(group)
-    lengths = [b - a for a, b in pairwise(bounds)]
-    counts = torch.tensor([index.numel() for index, _ in parts])
-    matrix = torch.stack(gather(counts, group))
-    messages = [code.encode(*part, length) for part, length in zip(parts, lengths)]
-    sizes = [code.nbytes(lengths[rank], int(c), like.dtype) for c in matrix[:, rank]]
-    region = zeros(lengths[rank], like)
-    for sender, wire in enumerate(swap(messages, sizes, group)):
-        index, values = code.decode(wire, lengths[rank], int(matrix[sender, rank]), like.dtype)
-        select.scatter_add(region, index, values)
-    own = zeros(bounds[-1], like)
-    for j, wire in enumerate(messages):
-        index, values = code.decode(wire, lengths[j], int(counts[j]), like.dtype)
-        select.scatter_add(own[bounds[j] : bounds[j + 1]], index, values)
-    return region, own
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,109 @@
+"""Regions of a vector and their owners: what TopkDSA and Ok-Topk share.
+
+Every region has one owner who adds it up, so all members get the same bits.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.codecs.entries import Entries
+from thinwire.collectives.base import arriving, gather, swap, world
+from thinwire.kernels import select
+
+CROWDED = 4.0  # an owner with this many times the average hands entries to others before the all-gather
+
+Picked = tuple[Tensor, Tensor]  # (int64[k] ascending, values[k])
+
+
+def region_bounds(n: int, size: int) -> list[int]:
+    """P + 1 boundaries of equal static regions."""
+    return [n * j // size for j in range(size + 1)]
+
+
+def cut(picked: Picked, bounds: list[int]) -> list[Picked]:
+    """Entries → per region (indices relative to its start, values)."""
+    index, values = picked
+    edges = torch.searchsorted(index, torch.tensor(bounds, device=index.device)).tolist()
+    return [(index[a:b] - lo, values[a:b]) for a, b, lo in zip(edges, edges[1:], bounds)]
+
+
+def join(parts: list[Picked]) -> Picked:
+    return torch.cat([i for i, _ in parts]), torch.cat([v for _, v in parts])
+
+
+def zeros(n: int, like: Tensor) -> Tensor:
+    """float[n] of like's dtype and device; on the CPU from numpy, which asks for huge pages: four times faster."""
+    if not n or like.device.type != "cpu":
+        return like.new_zeros(n)
+    return torch.from_numpy(np.zeros(n * like.element_size(), np.uint8)).view(like.dtype)
+
+
+def put(n: int, index: Tensor, values: Tensor) -> Tensor:
+    return select.scatter_add(zeros(n, values), index, values)
+
+
+def split_and_reduce(
+    picked: Picked, bounds: list[int], shift: int, code: Entries, group: Any
+) -> tuple[Tensor, int, Picked]:
+    """(the sum over members of the region this member owns, which region that is, this member's entries as sent).
+
+    Region j belongs to member (j + shift) mod P. 1. all-gather the P counts of every member; 2. each region's coded
+    entries to its owner, in rotation; 3. the owner adds a bucket of messages while the next are in flight, always in
+    the order of the rotation, so that a run repeats to the bit.
+    """
+    size, rank = world(group)
+    lengths = [b - a for a, b in pairwise(bounds)]
+    mine = (rank - shift) % size
+    parts = cut(picked, bounds)
+    counts = [index.numel() for index, _ in parts]
+    column = [row[mine] for row in torch.stack(gather(torch.tensor(counts), group)).tolist()]
+    messages = [code.encode(*part, length) for part, length in zip(parts, lengths)]
+    outgoing = [messages[(owner - shift) % size] for owner in range(size)]
+    dtype = picked[1].dtype
+    region = zeros(lengths[mine], picked[1])
+    for sender, wire in arriving(outgoing, [code.nbytes(lengths[mine], c, dtype) for c in column], group):
+        select.scatter_add(region, *code.decode(wire, lengths[mine], column[sender], dtype))
+    if code.is_exact:
+        return region, mine, picked
+    decoded = (code.decode(wire, n, c, dtype) for wire, n, c in zip(messages, lengths, counts))
+    return region, mine, join([(i + lo, v) for (i, v), lo in zip(decoded, bounds)])
+
+
+def balanced_gather(picked: Picked, counts: list[int], n: int, code: Entries, group: Any) -> list[Picked]:
+    """Every member's entries to every member; crowded ones hand over contiguous shares first. In member order."""
+    size, _ = world(group)
+    if max(counts) * size > CROWDED * sum(counts):
+        picked, counts = _hand_over(picked, counts, n, group)
+    dtype = picked[1].dtype
+    message = code.encode(*picked, n)
+    arrived = swap([message] * size, [code.nbytes(n, c, dtype) for c in counts], group)
+    return [code.decode(wire, n, c, dtype) for wire, c in zip(arrived, counts)]
+
+
+def _hand_over(picked: Picked, counts: list[int], n: int, group: Any) -> tuple[Picked, list[int]]:
+    """Entries in member order, re-cut into P shares that differ by at most one; exact values, only what moves."""
+    size, rank = world(group)
+    index, values = picked
+    exact = Entries("fp32", "int32")
+    starts = [0, *accumulate(counts)]
+    shares = [starts[-1] * j // size for j in range(size + 1)]
+
+    def overlap(owner: int, taker: int) -> tuple[int, int]:
+        low, high = max(starts[owner], shares[taker]), min(starts[owner + 1], shares[taker + 1])
+        return low, max(low, high)
+
+    outgoing = []
+    for taker in range(size):
+        low, high = (edge - starts[rank] for edge in overlap(rank, taker))
+        outgoing.append(exact.encode(index[low:high], values[low:high], n))
+    taken = [high - low for low, high in (overlap(owner, rank) for owner in range(size))]
+    arrived = swap(outgoing, [exact.nbytes(n, c, values.dtype) for c in taken], group)
+    index, values = join([exact.decode(w, n, c, values.dtype) for w, c in zip(arrived, taken)])
+    order = index.argsort()
+    return (index[order], values[order]), [b - a for a, b in pairwise(shares)]

@@ -11,8 +11,8 @@ from typing import Any
 
 from thinwire.errors import UsageError
 from thinwire.planner.actions import Schedule
-from thinwire.planner.presets import PRESETS
 from thinwire.planner.schedule import ALIASES, generate
+from thinwire.presets import PRESETS
 from thinwire.train.fields import flag, key, list_of, number, one_of, read, table, template, text, whole
 
 INFINITY = float("inf")

@@ -407,3 +407,18 @@ def test_unbalanced_steps_are_errors():
 def test_bad_row_keys(keys, said):
     with pytest.raises(ValueError, match=said):
         tw.Channel(c.Quantize(4), m.Delta()).send(keys, torch.ones(3, 8))
+
+
+@pytest.mark.parametrize("cold", [None, c.Quantize(8), c.Rotated(c.Quantize(4)), c.TopK(0.5)], ids=str)
+def test_rows_together_equal_rows_alone(cold):
+    """Whole blocks go through one call: same values and mirrors as row by row, mixed with cold rows too."""
+    memory = m.Delta(cold=cold, gate=True)
+    together, alone = ends(c.Quantize(4, block=32), memory), ends(c.Quantize(4, block=32), memory)
+    for visit, ids in enumerate([[1, 2, 3], [2, 1, 3], [4, 1, 5, 2]]):
+        x = torch.stack([tensor("gaussian", (4, 64), torch.float32, i) + 0.01 * visit for i in ids])
+        whole = move(together, ids, x)
+        single = torch.cat([move(alone, [i], x[n : n + 1]) for n, i in enumerate(ids)])
+        if not isinstance(cold, c.Rotated):  # its rotation follows the message
+            assert torch.equal(whole, single)
+            assert digests(together[0], ids) == digests(alone[0], ids)
+        assert digests(together[0], ids) == digests(together[1], ids)

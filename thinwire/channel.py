@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import frame as framing
-from thinwire.codecs.base import Codec, describe_nonfinite, is_finite
+from thinwire.codecs.base import Codec, describe_nonfinite
 from thinwire.errors import UsageError
 from thinwire.kernels.checksum import checksum
 from thinwire.kernels.random import derive
 from thinwire.memory.ledger import Ledger, key_name, parse_key
+from thinwire.memory.rows import Rows
 from thinwire.memory.rule import Memory, Plain
 from thinwire.memory.stats import Stats
 from thinwire.memory.store import Key
@@ -47,6 +48,7 @@ class Channel:
         self.counts: dict[Any, int] = {}
         self.stats = Stats()
         self.visits = Visits(codec, self.memory, self.ledger, self.stats, measure_every)
+        self.rows = Rows(self.visits)
 
     # --- steps: writes between begin and commit are kept together or dropped together
 
@@ -111,13 +113,11 @@ class Channel:
         """Exactly how long the next frame for this key will be, at either end."""
         if isinstance(key, (str, int)):
             return framing.BYTES + self._body_bytes(key, tuple(shape), dtype)
-        rows = sum(self._body_bytes(k, tuple(shape[1:]), dtype) for k in key)
-        return framing.BYTES + framing.bitmap_bytes(len(key)) + rows
+        return framing.BYTES + self.rows.nbytes(key, tuple(shape[1:]), dtype, self._seed, None)
 
     def is_warm(self, key: Key, shape: Sequence[int]) -> bool:
         """Does this end hold a mirror of that shape for the key?"""
-        h = self.ledger.read("h", key)
-        return h is not None and h.shape == torch.Size(shape)
+        return self.visits.is_warm(key, tuple(shape))
 
     def digest(self, key: Key) -> int:
         """Checksum of the key's mirror, for the two ends to compare; −1 where there is none."""
@@ -189,24 +189,12 @@ class Channel:
 
     def _encode_rows(self, keys: Sequence[Key], x: Tensor) -> tuple[int, Tensor, bool]:
         self._check_rows(keys, tuple(x.shape))
-        if not bool(is_finite(x)):
-            size = self.nbytes(keys, x.shape, x.dtype) - framing.BYTES
-            return framing.ROWS, torch.zeros(size, dtype=torch.uint8, device=x.device), False
-        parts = [self.visits.encode(key, row, self._seed(key)) for key, row in zip(keys, x)]
-        body = framing.join_rows([bool(kind & framing.WARM) for kind, _, _ in parts], [body for _, body, _ in parts])
-        return framing.ROWS, body, True
+        body, finite = self.rows.encode(keys, x, self._seed)
+        return framing.ROWS, body, finite
 
     def _decode_rows(self, keys: Sequence[Key], body: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         self._check_rows(keys, shape)
-        warm, rest = framing.warm_rows(body, len(keys))
-        seeds = [self._seed(key) for key in keys]
-        sizes = [self.visits.body_bytes(shape[1:], dtype, s, w) for s, w in zip(seeds, warm)]
-        if sum(sizes) != rest.numel():
-            raise ValueError(f"rows of {rest.numel()} bytes arrived, {sum(sizes)} were expected")
-        kinds = [framing.WARM if w else 0 for w in warm]
-        parts = zip(keys, kinds, rest.split(sizes), seeds)
-        rows = [self.visits.decode(key, kind, part, shape[1:], dtype, seed) for key, kind, part, seed in parts]
-        return torch.stack(rows) if rows else torch.zeros(shape, dtype=dtype, device=body.device)
+        return self.rows.decode(keys, body, shape, dtype, self._seed)
 
     def _check_rows(self, keys: Sequence[Key], shape: tuple[int, ...]) -> None:
         if not shape or shape[0] != len(keys):

@@ -27,6 +27,11 @@ class Codec:
     def gate_block(self) -> int:
         return getattr(self, "block", None) or GATE_BLOCK
 
+    @property
+    def span(self) -> int | None:
+        """Values coded by themselves: a tensor cut at multiples of it is coded piece by piece. None: as a whole."""
+        return None
+
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
         """x: any floating dtype and shape → uint8[nbytes]. NaN or Inf: ValueError."""
         wire, finite = self.encode_flagged(x, seed)

@@ -31,6 +31,10 @@ class Rotated(Codec):
         if not isinstance(self.block, int) or self.block < 8 or self.block & (self.block - 1):
             raise UsageError(f"block must be a power of two, at least 8, not {self.block!r}")
 
+    @property
+    def span(self) -> int | None:
+        return None if self.inner.span is None else math.lcm(self.block, self.inner.span)
+
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         return self.inner.encode(hadamard.rotate(x.view(-1), self.block, derive("rotate", seed)), seed)
 

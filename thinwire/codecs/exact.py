@@ -18,6 +18,10 @@ CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3
 class Identity(Codec):
     """C(x) = x."""
 
+    @property
+    def span(self) -> int:
+        return 1
+
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         return raw_bytes(x)
 
@@ -46,6 +50,10 @@ class Cast(Codec):
     def __post_init__(self) -> None:
         if self.to not in CASTS:
             raise UsageError(f"Cast to {self.to!r} is unknown: one of {', '.join(CASTS)}")
+
+    @property
+    def span(self) -> int:
+        return 1
 
     def encode_flagged(self, x: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
         wire, finite = super().encode_flagged(x, seed)

@@ -45,6 +45,10 @@ class Quantize(Codec):
         if self.scale == "mse" and self.rounding == "stochastic":
             raise UsageError("scale mse clips, so stochastic rounding would not be unbiased: use nearest with it")
 
+    @property
+    def span(self) -> int:
+        return self.block
+
     def encode_flagged(self, x: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
         wire = self._encode(_flat(x), seed)
         return wire, self._finite(wire, x)
@@ -118,6 +122,10 @@ class ScaledSign(Codec):
 
     def __post_init__(self) -> None:
         check_block(self.block)
+
+    @property
+    def span(self) -> int:
+        return self.block
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         return sign_kernel.encode_sign(x.view(-1), self.block)

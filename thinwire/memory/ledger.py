@@ -34,6 +34,13 @@ class Ledger:
         entry = staged[slot, key] if (slot, key) in staged else self.stores[slot].get(key)
         return None if entry is None else self.stores[slot].unpack(entry)
 
+    def shape(self, slot: str, key: Key) -> tuple[int, ...] | None:
+        """The shape of a value, without reading it; None where there is none."""
+        if self.staged and (slot, key) in self.staged:
+            entry = self.staged[slot, key]
+            return None if entry is None else entry.shape
+        return self.stores[slot].shape_of(key)
+
     def write(self, slot: str, key: Key, value: Tensor) -> None:
         """Stage or store a value; the book takes the tensor over."""
         store = self.stores[slot]

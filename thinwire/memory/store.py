@@ -76,13 +76,14 @@ class RamStore:
         return self.entries.get(key)
 
     def put(self, key: Key, entry: Entry) -> bool:
-        """Keep it, if the key is admitted."""
+        """Keep it, if the key is admitted; a row of a larger tensor is copied, so that the rest can be freed."""
         self.forget_if_reshaped(key, entry)
         if not self.admits(key, entry.nbytes):
             return False
         if key not in self.entries:
             self.used += entry.nbytes
-        self.entries[key] = entry
+        part = entry.data.untyped_storage().nbytes() > entry.nbytes
+        self.entries[key] = Entry(entry.data.clone(), entry.shape) if part else entry
         return True
 
     def forget_if_reshaped(self, key: Key, entry: Entry) -> None:
@@ -91,6 +92,9 @@ class RamStore:
 
     def size_of(self, key: Key) -> int:
         return self.entries[key].nbytes
+
+    def shape_of(self, key: Key) -> tuple[int, ...] | None:
+        return self.entries[key].shape if key in self.entries else None
 
     def forget(self, key: Key) -> None:
         if key in self.entries:
@@ -166,6 +170,9 @@ class FileStore(RamStore):
 
     def size_of(self, key: Key) -> int:
         return self.slots[key].nbytes
+
+    def shape_of(self, key: Key) -> tuple[int, ...] | None:
+        return self.slots[key].shape if key in self.slots else None
 
     def forget(self, key: Key) -> None:
         slot = self.slots.pop(key, None)

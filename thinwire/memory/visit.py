@@ -40,13 +40,17 @@ class Visits:
         refresh = memory.refreshes(seed)
         if not finite:
             return 0, torch.cat((body, EXACT.encode(torch.zeros_like(x)))) if refresh else body, False
-        own = self.codec.decode(body, x.shape, x.dtype, seed).to(work)
-        if memory.beta is not None:
-            self.ledger.write("e", key, memory.residual(value, e, h, own))
-        self._move_shift(key, h, own, value.clone() if refresh else None)
-        if self._measures():
-            self.stats.measure(memory.s * value, own if h is None else h + own)
+        if memory.beta is not None or memory.mirrored or self._measures():
+            self._learn(key, value, e, h, self.codec.decode(body, x.shape, x.dtype, seed).to(work), refresh)
         return (REFRESH, torch.cat((body, EXACT.encode(x))), True) if refresh else (0, body, True)
+
+    def _learn(self, key: Key, x: Tensor, e: Tensor | None, h: Tensor | None, own: Tensor, refresh: bool) -> None:
+        """The sender's state after d_own: residual, shift, and now and then the error."""
+        if self.memory.beta is not None:
+            self.ledger.write("e", key, self.memory.residual(x, e, h, own))
+        self._move_shift(key, h, own, x.clone() if refresh else None)
+        if self._measures():
+            self.stats.measure(self.memory.s * x, own if h is None else h + own)
 
     def decode(
         self, key: Key, kind: int, body: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int
@@ -114,8 +118,7 @@ class Visits:
         if bool(finite):
             self.ledger.write("h", key, new)
             self.stats.visit(warm)
-            if self._measures():
-                self.stats.measure(x, new)
+            self.measure(x, new)
         return WARM if warm else 0, body, bool(finite)
 
     def _decode_delta(
@@ -133,6 +136,15 @@ class Visits:
         self.ledger.write("h", key, new)
         self.stats.visit(warm)
         return y
+
+    def is_warm(self, key: Key, shape: tuple[int, ...]) -> bool:
+        """Does this end hold a mirror of that shape for the key?"""
+        return self.ledger.shape("h", key) == shape
+
+    def measure(self, x: Tensor, y: Tensor) -> None:
+        """Note the relative error of y, every few messages."""
+        if self._measures():
+            self.stats.measure(x, y)
 
     def _measures(self) -> bool:
         return self.measure_every > 0 and self.stats.messages % self.measure_every == 0

@@ -32,7 +32,7 @@ def test_commented_examples_are_allowed_values() -> None:
     section, tried = "", 0
     for header, line in shown:
         section = header or section
-        if not line or section == "wire" or line.startswith(("r =", "alpha", "dropout", "targets")):
+        if not line or section == "wire" or line.startswith(("r =", "alpha", "dropout", "from_layer")):
             continue
         lora = "[model.lora]\n" if line.startswith("base_bits") else ""
         schedule = 'schedule = "Interleaved1F1B"\n' if line.startswith("virtual") else ""
@@ -43,7 +43,7 @@ def test_commented_examples_are_allowed_values() -> None:
 
 def test_the_lora_table_uncommented() -> None:
     block = init_text().split("# [model.lora]")[1].split("\n\n")[0]
-    lines = "[model.lora]" + re.sub(r"^# (?=r |alpha|dropout)", "", block, flags=re.M)
+    lines = "[model.lora]" + re.sub(r"^# (?=r |alpha|dropout|from_layer)", "", block, flags=re.M)
     assert read_config(tomllib.loads(lines)).model.lora == LoraConfig()
 
 
@@ -57,6 +57,7 @@ def test_the_lora_table_uncommented() -> None:
         ("[mesh]\ndp = 0", "[mesh] dp = 0: allowed is a whole number, 1 or more"),
         ("[mesh]\ndp = true", "[mesh] dp = True: allowed is a whole number"),
         ("[mesh]\ndp = 2.0", "[mesh] dp = 2.0: allowed is a whole number"),
+        ("[mesh]\ntp = true", "[mesh] tp = True: allowed is 1"),
         ("[mesh]\ntp = 2", "[mesh] tp = 2: allowed is 1"),
         ('[mesh]\nschedule = "1f2b"', "[mesh] schedule = '1f2b': allowed is one of GPipe, 1F1B"),
         ('[mesh]\nschedule = "1F1B-doubled"', "[mesh] schedule = '1F1B-doubled': allowed is one of"),

@@ -26,6 +26,7 @@ class LoraConfig:
     r: int = key(8, whole(1), "rank")
     alpha: float = key(16.0, number(0, INFINITY, open_low=True), "the adapter is scaled by alpha / r")
     dropout: float = key(0.0, number(0, 0.99), "before the adapter; above 0 it spoils deltas of activations")
+    from_layer: int = key(0, whole(0), "adapters from this layer on; stages before it need no backward")
     targets: tuple[str, ...] | None = key(
         None, list_of(text()), "modules by last name; default: all in attention and MLP", ("q_proj", "v_proj")
     )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import frame as framing
-from thinwire.codecs.base import Codec, describe_nonfinite
+from thinwire.codecs.base import Codec, describe_nonfinite, raw_bytes
 from thinwire.errors import UsageError
 from thinwire.kernels.checksum import checksum
 from thinwire.kernels.random import derive
@@ -25,7 +25,7 @@ from thinwire.memory.rows import Rows
 from thinwire.memory.rule import Memory, Plain
 from thinwire.memory.stats import Stats
 from thinwire.memory.store import Key
-from thinwire.memory.visit import EXACT, Visits
+from thinwire.memory.visit import Visits
 
 FEW, MANY = 16, 2**20  # values; a codec that is refused for both is refused at once, others when they meet a size
 
@@ -122,7 +122,7 @@ class Channel:
     def digest(self, key: Key) -> int:
         """Checksum of the key's mirror, for the two ends to compare; −1 where there is none."""
         h = self.ledger.read("h", key)
-        return -1 if h is None else int(checksum(EXACT.encode(h)))
+        return -1 if h is None else int(checksum(raw_bytes(h)))
 
     def forget(self, key: Key) -> None:
         """Drop all state of a key: its next message is cold. Both ends must do so."""
@@ -167,9 +167,9 @@ class Channel:
 
     # --- checkpoints
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, mirrors: bool = True) -> dict[str, Tensor]:
         """Tensors only (loads with weights_only=True): residuals, mirrors, factors, collective state, step, counts."""
-        out = self.ledger.state_dict()
+        out = self.ledger.state_dict(() if mirrors else ("h",))
         for key, tensors in self.collective_state.items():
             out |= {f"c/{key_name(key)}/{name}": value.clone() for name, value in tensors.items()}
         out |= {f"count/{key_name(k)}": torch.tensor(n) for k, n in self.counts.items() if isinstance(k, (str, int))}

@@ -87,12 +87,12 @@ class Ledger:
             raise RuntimeError("no step is open: begin() one first")
         return self.staged
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Tensors only: "h/i:42" → data, "h.shape/i:42" → shape."""
+    def state_dict(self, without: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Tensors only: "h/i:42" → data, "h.shape/i:42" → shape; slots may be left out."""
         if self.staged is not None:
             raise RuntimeError("a step is open: commit or roll it back before taking the state")
         out = {}
-        for slot, key, entry in self._entries():
+        for slot, key, entry in self._entries(without):
             out[f"{slot}/{key_name(key)}"] = entry.data.clone()
             out[f"{slot}.shape/{key_name(key)}"] = torch.tensor(entry.shape, dtype=torch.int64)
         return out
@@ -107,8 +107,8 @@ class Ledger:
                 shape = tuple(int(n) for n in state[f"{slot}.shape/{text}"])
                 self.stores[slot].put(parse_key(text), Entry(data.clone(), shape))
 
-    def _entries(self) -> Iterator[tuple[str, Key, Entry]]:
-        for slot in SLOTS:
+    def _entries(self, without: Sequence[str]) -> Iterator[tuple[str, Key, Entry]]:
+        for slot in (s for s in SLOTS if s not in without):
             for key in self.stores[slot]:
                 entry = self.stores[slot].get(key)
                 assert entry is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +106,12 @@ class RamStore:
     def __iter__(self) -> Iterator[Key]:
         return iter(self.entries)
 
+    def load(self, keys: Iterable[Key]) -> None:
+        """These keys are about to be read."""
+
+    def prefetch(self, keys: Iterable[Key]) -> None:
+        """These keys will be read in the next step. May run beside readers, never beside writers."""
+
     def close(self) -> None:
         self.entries.clear()
         self.used = 0
@@ -120,7 +126,10 @@ class _Slot:
 
 
 class FileStore(RamStore):
-    """The same, in one file: an index in RAM, values by pread and pwrite. The file is this store's alone."""
+    """The same, in one file: an index in RAM, values by pread and pwrite. The file is this store's alone.
+
+    What a step is about to read is held in RAM once (`load`); what the next will read may come early (`prefetch`).
+    """
 
     def __init__(self, path: str | Path, dtype: str = "bf16", capacity: float | int | str = 1.0) -> None:
         super().__init__(dtype, capacity)
@@ -133,11 +142,24 @@ class FileStore(RamStore):
         self.slots: dict[Key, _Slot] = {}
         self.free: dict[int, list[int]] = {}
         self.end = 0
+        self.held: dict[Key, Entry] = {}
+        self.coming: dict[Key, Entry] = {}
+
+    def load(self, keys: Iterable[Key]) -> None:
+        wanted = [key for key in keys if key in self.slots]
+        self.held = {key: self.coming[key] if key in self.coming else self._read(self.slots[key]) for key in wanted}
+        self.coming = {}
+
+    def prefetch(self, keys: Iterable[Key]) -> None:
+        self.coming = {key: self._read(self.slots[key]) for key in keys if key in self.slots}
 
     def get(self, key: Key) -> Entry | None:
+        if key in self.held:
+            return self.held[key]
         slot = self.slots.get(key)
-        if slot is None:
-            return None
+        return None if slot is None else self._read(slot)
+
+    def _read(self, slot: _Slot) -> Entry:
         data = torch.empty(slot.nbytes, dtype=torch.uint8)
         view, done = memoryview(data.numpy().data), 0
         while done < slot.nbytes:
@@ -153,9 +175,13 @@ class FileStore(RamStore):
             return False
         slot = self.slots.get(key)
         offset = self._place(entry.nbytes) if slot is None else slot.offset
+        self._drop_copies(key)
         view, done = memoryview(raw_bytes(entry.data.cpu()).numpy().data), 0
-        while done < entry.nbytes:
-            done += os.pwrite(self.file, view[done:], offset + done)
+        try:
+            while done < entry.nbytes:
+                done += os.pwrite(self.file, view[done:], offset + done)
+        except OSError as error:
+            raise UsageError(f"cannot write the store {self.path}: {error.strerror}") from error
         if slot is None:
             self.used += entry.nbytes
         self.slots[key] = _Slot(offset, entry.nbytes, entry.shape, entry.data.dtype)
@@ -174,7 +200,12 @@ class FileStore(RamStore):
     def shape_of(self, key: Key) -> tuple[int, ...] | None:
         return self.slots[key].shape if key in self.slots else None
 
+    def _drop_copies(self, key: Key) -> None:
+        self.held.pop(key, None)
+        self.coming.pop(key, None)
+
     def forget(self, key: Key) -> None:
+        self._drop_copies(key)
         slot = self.slots.pop(key, None)
         if slot is not None:
             self.used -= slot.nbytes

@@ -34,7 +34,7 @@ class Visits:
             return self._encode_delta(key, x, seed)
         memory, work = self.memory, torch.promote_types(x.dtype, torch.float32)
         memory.check(self.codec, x.numel())
-        value, e, h = x.to(work), self.ledger.read("e", key), self.shift(key, x.to(work))
+        value, e, h = x.to(work), self._residual(key, x), self.shift(key, x.to(work))
         u = memory.outgoing(value, e, h).to(x.dtype)
         body, finite = self._encode_with_factor(key, u, seed)
         refresh = memory.refreshes(seed)
@@ -43,6 +43,10 @@ class Visits:
         if memory.beta is not None or memory.mirrored or self._measures():
             self._learn(key, value, e, h, self.codec.decode(body, x.shape, x.dtype, seed).to(work), refresh)
         return (REFRESH, torch.cat((body, EXACT.encode(x))), True) if refresh else (0, body, True)
+
+    def _residual(self, key: Key, x: Tensor) -> Tensor | None:
+        """e of a key; one of another shape (a short last batch) belongs to nothing that is sent now, and is dropped."""
+        return self.ledger.read("e", key) if self.ledger.shape("e", key) == tuple(x.shape) else None
 
     def _learn(self, key: Key, x: Tensor, e: Tensor | None, h: Tensor | None, own: Tensor, refresh: bool) -> None:
         """The sender's state after d_own: residual, shift, and now and then the error."""

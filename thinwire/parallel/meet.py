@@ -1,0 +1,155 @@
+"""Once, before the first step: where every stage lies, and whether neighbours mean the same.
+
+Every rank tells all others of its stages: what their links are, what shapes they declare. Whoever disagrees with a
+neighbour is named with it, on every rank. Then the lanes to neighbours on other ranks are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from thinwire.collectives.base import world
+from thinwire.errors import UsageError
+from thinwire.parallel.agree import describe
+from thinwire.parallel.boundary import Lane
+from thinwire.parallel.dropout import find_dropout
+from thinwire.parallel.stage import CompressedStage, Lanes
+from thinwire.parallel.when import Plan, predicate
+from thinwire.planner.step import Traffic
+from thinwire.wire import Link
+
+FUNCTION_SAMPLE = 64  # micro-batches for which a user's `when` is compared
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a stage says of itself."""
+
+    stages: int
+    config: dict[str, str]
+    inputs: tuple[str, ...] | None  # declared shapes and dtypes
+    outputs: tuple[str, ...] | None
+    dropout: list[str]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    place: dict[int, int]  # stage → rank in the group
+    remote: list[tuple[Lane, int]]  # this rank's forward lanes in boundary order, each with the peer's rank
+    per_sample: str  # a forward link with per-sample memory, in words; "" where there is none
+    dropout: list[tuple[int, list[str]]]  # stages that drop values above a boundary with per-sample memory
+
+
+def meet(stages: Sequence[CompressedStage], group: Any, options: dict[str, str], plan: Plan) -> Meeting:
+    """Raises one UsageError on all ranks where stages are missing or do not fit."""
+    size, rank = world(group)
+    mine = {stage.stage_index: _card(stage, options) for stage in stages}
+    everyone: list[dict[int, Card]] = [mine]
+    if size > 1:
+        everyone = [{} for _ in range(size)]
+        dist.all_gather_object(everyone, mine, group=group)
+    cards, place = _placed(everyone)
+    for index in range(len(cards) - 1):
+        _compare(index, cards[index], cards[index + 1])
+    remote = []
+    for stage in stages:
+        stage.lanes = _lanes(stage, place, rank)
+        remote += _forward_lanes(stage, place)
+        for traffic, link in ((Traffic.FORWARD, stage.wire.forward), (Traffic.BACKWARD, stage.wire.backward)):
+            stage.predicates[str(traffic)] = _predicate(link, traffic, plan, size, stage)
+    remote.sort(key=lambda entry: entry[0])
+    sampled = _sampled(stages[0].wire.forward)
+    drops = [(i, card.dropout) for i, card in sorted(cards.items()) if card.dropout and i < len(cards) - 1]
+    return Meeting(place, [(lane, peer) for _, lane, peer in remote], sampled, drops if sampled else [])
+
+
+def _card(stage: CompressedStage, options: dict[str, str]) -> Card:
+    config = describe(stage.wire.forward, "forward") | describe(stage.wire.backward, "backward")
+    config = {name: value for name, value in config.items() if not name.endswith(".path")}
+    for way, link in (("forward", stage.wire.forward), ("backward", stage.wire.backward)):
+        if link is not None and callable(link.when):
+            chosen = [link.when(s, m) for s in range(stage.num_stages) for m in range(FUNCTION_SAMPLE)]
+            config[f"{way}.when"] = "".join("01"[bool(c)] for c in chosen)
+    metas = stage._user_meta
+    dropout = find_dropout(stage.submod) if stage.dropout != "ignore" and stage.submod.training else []
+    return Card(
+        stage.num_stages, config | options | {"seed": repr(stage.seed)}, _shapes(metas.inputs), _shapes(metas.outputs),
+        dropout,
+    )  # fmt: skip
+
+
+def _shapes(metas: Any) -> tuple[str, ...] | None:
+    return None if not metas else tuple(f"{tuple(m.shape)} {m.dtype}" for m in metas)
+
+
+def _placed(everyone: list[dict[int, Card]]) -> tuple[dict[int, Card], dict[int, int]]:
+    cards: dict[int, Card] = {}
+    place: dict[int, int] = {}
+    for rank, theirs in enumerate(everyone):
+        for index, card in theirs.items():
+            if index in place:
+                raise UsageError(f"stage {index} is on rank {place[index]} and on rank {rank} of the pipeline")
+            cards[index], place[index] = card, rank
+    stages = next(iter(cards.values())).stages
+    missing = [i for i in range(stages) if i not in place]
+    if missing:
+        raise UsageError(f"stage {missing[0]} of {stages} is on no rank: bracket all stages of a rank by one Pipeline")
+    return cards, place
+
+
+def _compare(index: int, one: Card, other: Card) -> None:
+    for name in [*one.config, *(n for n in other.config if n not in one.config)]:
+        a, b = one.config.get(name, "nothing"), other.config.get(name, "nothing")
+        if a != b:
+            raise UsageError(f"stage {index} and stage {index + 1} differ in {name}: {a} against {b}")
+    if one.stages != other.stages:
+        raise UsageError(f"stage {index} counts {one.stages} stages, stage {index + 1} counts {other.stages}")
+    if one.outputs and other.inputs and one.outputs != other.inputs:
+        raise UsageError(
+            f"stage {index} sends {', '.join(one.outputs)}, but stage {index + 1} expects {', '.join(other.inputs)}"
+        )
+
+
+def _lanes(stage: CompressedStage, place: dict[int, int], rank: int) -> Lanes:
+    """Lanes to the neighbours that lie on other ranks; on one rank torch hands tensors over."""
+    s, wire = stage.stage_index, stage.wire
+    lanes = Lanes()
+    if s > 0 and place[s - 1] != rank:
+        lanes.forward_in = Lane(wire.forward, f"forward {s - 1}→{s}", "recv", stage.seed)
+        lanes.backward_out = Lane(wire.backward, f"backward {s}→{s - 1}", "send", stage.seed)
+    if s + 1 < len(place) and place[s + 1] != rank:
+        lanes.forward_out = Lane(wire.forward, f"forward {s}→{s + 1}", "send", stage.seed)
+        lanes.backward_in = Lane(wire.backward, f"backward {s + 1}→{s}", "recv", stage.seed)
+    return lanes
+
+
+def _forward_lanes(stage: CompressedStage, place: dict[int, int]) -> list[tuple[int, Lane, int]]:
+    """(boundary, lane, peer) of the lanes whose samples both ends remember."""
+    s, out = stage.stage_index, []
+    if stage.lanes.forward_in is not None:
+        out.append((s - 1, stage.lanes.forward_in, place[s - 1]))
+    if stage.lanes.forward_out is not None:
+        out.append((s, stage.lanes.forward_out, place[s + 1]))
+    return out
+
+
+def _predicate(link: Link | None, traffic: Traffic, plan: Plan, ranks: int, stage: CompressedStage) -> Any:
+    """(sender, micro-batch) → compress it? Built when the number of micro-batches is known."""
+    when = "always" if link is None else link.when
+
+    def decide(sender: int, microbatch: int) -> bool:
+        assert stage.microbatches is not None
+        return predicate(when, traffic, plan, ranks, stage.num_stages, stage.microbatches)(sender, microbatch)
+
+    predicate(when, traffic, plan, ranks, stage.num_stages, stage.num_stages)  # a mistake shows now
+    return decide
+
+
+def _sampled(link: Link | None) -> str:
+    if link is None or isinstance(link.memory, str) or not link.memory.cold_start:
+        return ""
+    return f"[wire.forward] memory {link.memory.name}"

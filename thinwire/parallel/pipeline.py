@@ -1,0 +1,269 @@
+"""The stages of one rank as one adapter: they meet their neighbours once, and bracket every step together.
+
+    pipe = tw.parallel.Pipeline(stages)
+    with pipe.step(ids=ids):                 # ids on the first stage's rank; elsewhere they may be left out
+        schedule.step(x, target=y)
+    if pipe.skipped: …
+
+A step: announce (announce.py) · begin on every lane · torch's schedule, whose frames the lanes make and read ·
+one all-reduce of the faults found · commit everywhere, or roll back everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives.base import world
+from thinwire.errors import UsageError
+from thinwire.memory.store import Key
+from thinwire.parallel.announce import Announcement, Herald, Ids, Pair, sample_ids, swap_words
+from thinwire.parallel.boundary import Lane
+from thinwire.parallel.meet import Meeting, meet
+from thinwire.parallel.prefetch import Prefetch
+from thinwire.parallel.stage import CompressedStage, Spec
+from thinwire.parallel.tally import Tally, store_estimate
+from thinwire.parallel.when import Plan
+
+logger = logging.getLogger("thinwire.pipeline")
+
+NONFINITE = ("nan", "zero")  # what gradients are after a step that was rolled back
+EVALUATE = ("exact", "same")  # how activations travel in step(train=False)
+
+
+class Pipeline:
+    """All CompressedStages of this rank, in any order.
+
+    `nonfinite`: gradients after a step that was rolled back. `evaluate`: uncompressed, or on the path of training;
+    memory is left alone either way. `plan`: for when="critical". `scale` gives the loss scale of the step, so that
+    residuals are kept in the gradient's own unit. `samples` in the data set: for the estimate of the stores' size,
+    which goes through `say` before the first step.
+    """
+
+    def __init__(
+        self, stages: Sequence[CompressedStage], *, nonfinite: str = "nan", evaluate: str = "exact",
+        plan: Plan | None = None, scale: Callable[[], float] | None = None, samples: int | None = None,
+        say: Callable[[str], None] = logger.info,
+    ) -> None:  # fmt: skip
+        if not stages:
+            raise UsageError("a Pipeline takes the CompressedStages of this rank, at least one")
+        for name, value, allowed in (("nonfinite", nonfinite, NONFINITE), ("evaluate", evaluate, EVALUATE)):
+            if value not in allowed:
+                raise UsageError(f"{name} = {value!r}: allowed are {', '.join(allowed)}")
+        self.stages = sorted(stages, key=lambda stage: stage.stage_index)
+        self.group, self.device = stages[0].group, torch.device(stages[0].device)
+        self.nonfinite, self.evaluate, self.plan = nonfinite, evaluate, plan or Plan()
+        self.scale, self.samples, self.say = scale or (lambda: 1.0), samples, say
+        self.meeting: Meeting | None = None
+        self.herald: Herald | None = None
+        self.announced: Announcement | None = None
+        self.skipped = False
+        self.steps, self.skips, self.healed = 0, 0, 0
+        self._scale = 1.0
+        self._shapes: dict[tuple[int, ...], list[list[Spec]]] = {}
+        self._shape: tuple[int, ...] | None = None
+        self._prefetch = Prefetch()
+        for stage in self.stages:
+            stage.pipeline = self
+
+    # --- the bracket
+
+    @contextmanager
+    def step(
+        self, ids: Ids | None = None, train: bool = True, *, shape: Sequence[int] | None = None,
+        next_ids: Ids | None = None,
+    ) -> Iterator[Pipeline]:  # fmt: skip
+        """One schedule.step, or with train=False one schedule.eval.
+
+        `ids`: one a row of the batch, on the first stage's rank. `shape`: x.shape, there too, whenever it differs from
+        the step before. `next_ids`: the next batch's, to be read from a file store during backward.
+        """
+        self._open(ids, train, shape, next_ids)
+        try:
+            yield self
+        except BaseException:
+            self._end(keep=False, count=False)
+            raise
+        self._close()
+
+    def _open(self, ids: Ids | None, train: bool, shape: Sequence[int] | None, next_ids: Ids | None) -> None:
+        if self.announced is not None:
+            raise UsageError("a step of this pipeline is open already: one bracket a schedule.step")
+        if self.meeting is None or self.herald is None:
+            self.meeting = meet(self.stages, self.group, self._options(), self.plan)
+            self.herald = Herald(self.group, self.meeting.place[0], self.device)
+            self._warn_of_dropout()
+        said = self.herald.announce(self._message(ids, train, shape, next_ids))
+        self.steps, self.skipped, coded = said.step, False, train or self.evaluate == "same"
+        self._match_shapes(said)
+        self.announced = said
+        for stage in self.stages:
+            stage.announced, stage.coded = said, coded
+        for lane in self.lanes():
+            lane.begin(said.step)
+        self._rescale(train)
+        if coded and said.ids is not None:
+            self._agree(said.ids)
+
+    def _message(
+        self, ids: Ids | None, train: bool, shape: Sequence[int] | None, next_ids: Ids | None
+    ) -> Announcement | str | None:
+        """What the first stage's rank says; a user's mistake is said too, so that every rank raises it."""
+        assert self.meeting is not None
+        if not self.stages[0].is_first:
+            return None
+        try:
+            known, following = sample_ids(ids), sample_ids(next_ids)
+        except UsageError as error:
+            return str(error)
+        if known is None and self.meeting.per_sample and (train or self.evaluate == "same"):
+            return f"{self.meeting.per_sample} remembers samples: give step(ids=…) on the first stage, one id a row"
+        given = None if shape is None else tuple(int(n) for n in shape)
+        if known is not None and given is not None and given[0] != len(known):
+            return f"{len(known)} sample ids for a batch of shape {given}"
+        return Announcement(self.steps + 1, train, known, given, following)
+
+    def _close(self) -> None:
+        said = self.announced
+        assert said is not None
+        faults = [fault for lane in self.lanes() for fault in lane.faults]
+        count = torch.tensor([len(faults)], device=self.device)
+        if world(self.group)[0] > 1:
+            dist.all_reduce(count, group=self.group)
+        self.skipped = bool(count)
+        for fault in faults[:3]:
+            logger.warning("step %d is rolled back: %s", said.step, fault)
+        self._end(keep=said.train and not self.skipped, count=self.skipped)
+        if self.skipped and said.train:
+            self.skips += 1
+            self._spoil_gradients()
+
+    def _end(self, keep: bool, count: bool) -> None:
+        self._prefetch.join()
+        for lane in self.lanes():
+            lane.end_step(keep, count)
+        self.announced = None
+        for stage in self.stages:
+            stage.announced = None
+        if keep:
+            self._estimate()
+
+    def _spoil_gradients(self) -> None:
+        for stage in self.stages:
+            for parameter in stage.submod.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(torch.nan if self.nonfinite == "nan" else 0.0)
+
+    def _rescale(self, train: bool) -> None:
+        scale = self.scale() if train else self._scale
+        if scale != self._scale:
+            for stage in self.stages:
+                if stage.lanes.backward_out is not None:
+                    stage.lanes.backward_out.rescale(scale / self._scale)
+            self._scale = scale
+
+    # --- samples
+
+    def _agree(self, ids: tuple[int, ...]) -> None:
+        """Digests over every boundary with per-sample memory; what differs is cold in this step."""
+        assert self.meeting is not None
+        lanes = [(lane, peer) for lane, peer in self.meeting.remote if lane.per_sample]
+        for lane, _ in lanes:
+            lane.map(lambda channel: channel.ledger.stores["h"].load(ids))
+        pairs = [Pair(peer, lane.digests(ids)) for lane, peer in lanes]
+        for (lane, _), pair, theirs in zip(lanes, pairs, swap_words(pairs, self.group, self.device)):
+            self.healed += lane.agree(ids, pair.mine, theirs)
+
+    def backward_began(self) -> None:
+        """Called by stages: from here on the next batch may be read."""
+        if self.announced is not None and self.announced.next_ids is not None:
+            following: tuple[Key, ...] = self.announced.next_ids
+            stores = [c.ledger.stores["h"] for lane in self.lanes() if lane.per_sample for c in lane.coded.values()]
+            self._prefetch.start(stores, following)
+
+    def _match_shapes(self, said: Announcement) -> None:
+        """A batch of another row shape: every stage tells the next what comes out of it, once per shape."""
+        for stage in self.stages:
+            stage.rows_in = None
+        if said.shape is None:
+            return
+        row, first = said.shape[1:], not any(stage.microbatches for stage in self.stages)
+        if row != self._shape and not first:
+            if row not in self._shapes:
+                self._shapes[row] = self._infer(said)
+            for stage in self.stages:
+                stage.rows_in = self._shapes[row][stage.stage_index]
+        self._shape = row
+
+    def _infer(self, said: Announcement) -> list[list[Spec]]:
+        """Per stage the specs of its inputs, found along the pipeline: each owner computes, all hear."""
+        assert self.meeting is not None and said.shape is not None
+        mine = {stage.stage_index: stage for stage in self.stages}
+        found: list[list[Spec]] = [[]]
+        if 0 in mine:
+            known = next(iter(mine[0].root_inputs.values()), [(said.shape, torch.float32)])
+            found = [[((1, *said.shape[1:]), dtype) for _, dtype in known]]
+        for index in range(mine[self.stages[0].stage_index].num_stages - 1):
+            told: list[Any] = [mine[index].infer_outputs(found[index])] if index in mine else [None]
+            dist.broadcast_object_list(told, group=self.group, group_src=self.meeting.place[index])
+            found.append(told[0])
+        return found
+
+    # --- what is known of it
+
+    def lanes(self) -> list[Lane]:
+        return [lane for stage in self.stages for lane in stage.lanes.all()]
+
+    @property
+    def stats(self) -> Tally:
+        """Counters of this rank: bytes each way, visits, faults."""
+        return Tally.of(self.lanes(), self.steps, self.skips, self.healed)
+
+    def _options(self) -> dict[str, str]:
+        return {"nonfinite": self.nonfinite, "evaluate": self.evaluate, "plan": repr(self.plan)}
+
+    def _estimate(self) -> None:
+        """Once, after the first step: how large the stores will become."""
+        if self.steps == 1:
+            for line in store_estimate(self.lanes(), self.samples):
+                self.say(line)
+
+    def _warn_of_dropout(self) -> None:
+        assert self.meeting is not None
+        for index, names in self.meeting.dropout:
+            if any(stage.stage_index == index for stage in self.stages):
+                warnings.warn(
+                    f"stage {index} drops values at random ({', '.join(names[:3])}) above a boundary that sends "
+                    'changes: they will be as large as the activations. Set p = 0, or dropout="seed"',
+                    stacklevel=4,
+                )
+
+    # --- checkpoints
+
+    def state_dict(self, stores: bool = True) -> dict[str, Tensor]:
+        """This rank's state: residuals, factors, counters, and with `stores` what is remembered of samples."""
+        out = {"step": torch.tensor(self.steps), "scale": torch.tensor(self._scale, dtype=torch.float64)}
+        for stage in self.stages:
+            for lane in stage.lanes.all():
+                prefix = f"stage{stage.stage_index}/{lane.name}/{lane.end}"
+                out |= {f"{prefix}/{name}": value for name, value in lane.state_dict(stores).items()}
+        return out
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """State of the same stages; what is missing starts empty: samples cold, residuals zero."""
+        if self.meeting is None:
+            self.meeting = meet(self.stages, self.group, self._options(), self.plan)
+            self.herald = Herald(self.group, self.meeting.place[0], self.device)
+            self._warn_of_dropout()
+        self.steps, self._scale = int(state["step"]), float(state["scale"])
+        for stage in self.stages:
+            for lane in stage.lanes.all():
+                prefix = f"stage{stage.stage_index}/{lane.name}/{lane.end}/"
+                lane.load_state_dict({n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)})

@@ -1,0 +1,232 @@
+"""CompressedStage: torch's PipelineStage whose messages are frames.
+
+Torch asks a stage for the operations that send and receive a micro-batch, and to compute it. Here every operation of
+the original is rebuilt around a frame of the same peer, group and order; what arrived is decoded right before it is
+used and handed over as torch hands tensors over between stages of one rank. Nothing else of torch is replaced, so any
+schedule runs, and a link with `Identity` gives the same bits as the plain stage.
+
+    with stage.step(ids=ids):                # one stage a rank; for several, Pipeline(stages).step(…)
+        schedule.step(x, target=y)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from thinwire.errors import UsageError
+from thinwire.parallel.announce import Announcement, Ids
+from thinwire.parallel.boundary import Lane, Part
+from thinwire.parallel.dropout import seed_dropout
+from thinwire.parallel.when import Predicate
+from thinwire.wire import Wire
+
+Spec = tuple[tuple[int, ...], torch.dtype]  # of one tensor
+DROPOUT = ("warn", "seed", "ignore")
+
+
+@dataclass
+class Lanes:
+    """The (up to) four ways in and out of a stage; None where there is no neighbour on another rank."""
+
+    forward_in: Lane | None = None
+    forward_out: Lane | None = None
+    backward_in: Lane | None = None
+    backward_out: Lane | None = None
+
+    def all(self) -> list[Lane]:
+        return [lane for lane in vars(self).values() if lane is not None]
+
+
+@dataclass
+class Arrival:
+    """A receive under way: the frame's buffer, and what it will be decoded to."""
+
+    frame: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class CompressedStage(PipelineStage):
+    """As PipelineStage, with `wire` (a Wire, a preset's name, or a `[wire]` table) for its messages both ways.
+
+    `seed` is the run's, equal on all stages. `dropout`: above a boundary with per-sample memory, "warn" of it, "seed"
+    its masks by sample, or "ignore".
+    """
+
+    def __init__(
+        self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device, *args: Any,
+        wire: Wire | Mapping[str, Any] | str, seed: int = 0, dropout: str = "warn", **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(submodule, stage_index, num_stages, device, *args, **kwargs)
+        if dropout not in DROPOUT:
+            raise UsageError(f"dropout = {dropout!r}: allowed are {', '.join(DROPOUT)}")
+        self.wire, self.seed, self.dropout = Wire.of(wire), seed, dropout
+        self.pipeline: Any = None
+        self.microbatches: int | None = None
+        self.lanes = Lanes()
+        self.predicates: dict[str, Predicate] = {}
+        self.announced: Announcement | None = None
+        self.coded = True  # False: this step's messages are exact
+        self.rows_in: list[Spec] | None = None  # of this step's inputs, where they differ from the last step's
+        self.root_inputs: dict[int, list[Spec]] = {}  # by micro-batch, of the last step
+        self._arrivals: dict[tuple[str, int], list[Arrival]] = {}
+        self._sent: dict[int, list[tuple[Spec, bool]]] = {}
+        self._current: int | None = None
+        if dropout == "seed":
+            seed_dropout(submodule, seed, self.current_ids)
+
+    def step(self, ids: Ids | None = None, train: bool = True, **more: Any) -> AbstractContextManager[Any]:
+        """Bracket one `schedule.step` or `schedule.eval`: see Pipeline.step."""
+        if self.pipeline is None:
+            from thinwire.parallel.pipeline import Pipeline
+
+            Pipeline([self])
+        return self.pipeline.step(ids, train, **more)
+
+    def current_ids(self) -> tuple[int, ...] | None:
+        """The samples of the micro-batch being computed."""
+        if self.announced is None or self._current is None or self.microbatches is None:
+            return None
+        return self.announced.ids_of(self._current, self.microbatches)
+
+    # --- what torch asks for
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
+        self.microbatches = num_microbatches
+        self.root_inputs = {}  # torch looks at the shapes anew
+        return super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
+
+    def clear_runtime_states(self) -> None:
+        super().clear_runtime_states()
+        if self.announced is None and self.has_backward:
+            raise UsageError(
+                f"stage {self.stage_index}: schedule.step was called outside its bracket: write "
+                "`with stage.step(ids=…): schedule.step(…)` (Pipeline.step for several stages on a rank)"
+            )
+        self._arrivals.clear()
+        self._sent.clear()
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        ops, lane = super().get_fwd_send_ops(fwd_chunk_id), self.lanes.forward_out
+        outputs = self.fwd_cache[fwd_chunk_id][0]
+        self._sent[fwd_chunk_id] = [((tuple(o.shape), o.dtype), o.requires_grad) for o in outputs]
+        return self._sends(ops, lane, "forward", fwd_chunk_id)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        ops, lane = super().get_fwd_recv_ops(fwd_chunk_id), self.lanes.forward_in
+        rows = self._rows(fwd_chunk_id)
+        shapes = []
+        for i, op in enumerate(ops):
+            row = tuple(op.tensor.shape[1:]) if self.rows_in is None else self.rows_in[i][0][1:]
+            shapes.append((op.tensor.shape[0] if rows is None else rows, *row))
+        return self._receives(ops, lane, "forward", fwd_chunk_id, shapes)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._sends(super().get_bwd_send_ops(bwd_chunk_id), self.lanes.backward_out, "backward", bwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        ops, lane = super().get_bwd_recv_ops(bwd_chunk_id), self.lanes.backward_in
+        shapes = [spec[0] for spec, grad in self._sent.get(bwd_chunk_id, ()) if grad]
+        return self._receives(ops, lane, "backward", bwd_chunk_id, shapes)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, args: Any, *more: Any, **kwargs: Any) -> Any:
+        self._current = fwd_chunk_id
+        tensors = self._decoded(self.lanes.forward_in, "forward", fwd_chunk_id)
+        if tensors is not None:
+            self.set_local_fwd_input(tuple(tensors), fwd_chunk_id)
+            self._note_activations(tensors, fwd_chunk_id)
+        elif self.is_first and args:
+            self._check_batch(args, fwd_chunk_id)
+        return super().forward_one_chunk(fwd_chunk_id, args, *more, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._current = bwd_chunk_id
+        grads = self._decoded(self.lanes.backward_in, "backward", bwd_chunk_id)
+        if grads is not None:
+            left = iter(grads)
+            places = [next(left) if grad else None for _, grad in self._sent[bwd_chunk_id]]
+            self.set_local_bwd_input(tuple(places), bwd_chunk_id)
+        if self.pipeline is not None:
+            self.pipeline.backward_began()
+        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    # --- frames
+
+    def _sends(self, ops: list[dist.P2POp], lane: Lane | None, way: str, chunk: int) -> list[dist.P2POp]:
+        if lane is None or self.announced is None:
+            return ops
+        part = self._part(way, chunk, self.stage_index)
+        return [_rebuilt(op, lane.send(part, i, op.tensor.detach())) for i, op in enumerate(ops)]
+
+    def _receives(
+        self, ops: list[dist.P2POp], lane: Lane | None, way: str, chunk: int, shapes: list[tuple[int, ...]]
+    ) -> list[dist.P2POp]:
+        if lane is None or self.announced is None:
+            return ops
+        part = self._part(way, chunk, self.stage_index + (-1 if way == "forward" else 1))
+        arrivals = [
+            Arrival(lane.expect(part, i, shape, op.tensor), shape, op.tensor.dtype)
+            for i, (op, shape) in enumerate(zip(ops, shapes, strict=True))
+        ]
+        self._arrivals[way, chunk] = arrivals
+        return [_rebuilt(op, arrival.frame) for op, arrival in zip(ops, arrivals)]
+
+    def _decoded(self, lane: Lane | None, way: str, chunk: int) -> list[Tensor] | None:
+        arrivals = self._arrivals.pop((way, chunk), None)
+        if arrivals is None or lane is None:
+            return None
+        part = self._part(way, chunk, self.stage_index + (-1 if way == "forward" else 1))
+        with torch.no_grad():
+            return [lane.recv(part, i, a.frame, a.shape, a.dtype) for i, a in enumerate(arrivals)]
+
+    def _part(self, way: str, chunk: int, sender: int) -> Part:
+        assert self.announced is not None and self.microbatches is not None
+        coded = self.coded and self.predicates[way](sender, chunk)
+        return Part(chunk, self.announced.ids_of(chunk, self.microbatches), coded)
+
+    def _rows(self, chunk: int) -> int | None:
+        sizes = self.announced.sizes(self.microbatches) if self.announced and self.microbatches else None
+        return None if sizes is None else sizes[chunk]
+
+    def _check_batch(self, args: Any, chunk: int) -> None:
+        """The first stage sees the batch: what was announced of it must be true before anything is sent."""
+        if self.announced is None:
+            return
+        specs: list[Spec] = [(tuple(a.shape), a.dtype) for a in args if isinstance(a, Tensor)]
+        rows, said, before = self._rows(chunk), self.announced.shape, self.root_inputs.get(chunk)
+        for i, (shape, _) in enumerate(specs):
+            if rows is not None and shape[0] != rows:
+                raise UsageError(f"micro-batch {chunk} has {shape[0]} rows, but {rows} were announced for it")
+            told = said or (before[i][0] if before else shape)
+            if (shape[1:] if rows is not None else shape) != (told[1:] if rows is not None else told):
+                raise UsageError(f"micro-batch {chunk} is {shape}, unlike {told} before: give step(shape=x.shape)")
+        self.root_inputs[chunk] = specs
+
+    def _note_activations(self, tensors: list[Tensor], chunk: int) -> None:
+        lane = self.lanes.backward_out
+        if lane is not None and lane.share is not None and self.has_backward:
+            for i, tensor in enumerate(t for t in tensors if t.is_floating_point()):
+                lane.share.note_activation(i, tensor)
+
+    # --- shapes of a batch unlike the first
+
+    def infer_outputs(self, inputs: list[Spec]) -> list[Spec]:
+        """Rows that leave the stage for these that enter: its module on zeros, without touching state or generators."""
+        zeros = [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in inputs]
+        buffers = {name: buffer.clone() for name, buffer in self.submod.named_buffers()}
+        devices = [self.device] if torch.device(self.device).type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            out = torch.func.functional_call(self.submod, buffers, tuple(zeros))
+        return [(tuple(o.shape), o.dtype) for o in (out if isinstance(out, (tuple, list)) else (out,))]
+
+
+def _rebuilt(op: dist.P2POp, payload: Tensor) -> dist.P2POp:
+    return dist.P2POp(op.op, payload, op.peer, op.group)

@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Channel": "thinwire.channel", "Codec": "thinwire.codecs", "Memory": "thinwire.memory",
     "Wire": "thinwire.wire", "Link": "thinwire.wire", "Reduction": "thinwire.wire",
+    "all_reduce": "thinwire.parallel",
     "codecs": "", "memory": "", "collectives": "", "wire": "", "parallel": "", "kernels": "", "lab": "", "planner": "",
     "convex": "",
 }  # fmt: skip

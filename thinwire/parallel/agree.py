@@ -1,0 +1,40 @@
+"""Do all ranks mean the same? Asked once, when an adapter is attached: later a difference would hang or corrupt."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from thinwire.collectives.base import world
+from thinwire.errors import UsageError
+
+
+def describe(value: Any, name: str) -> dict[str, str]:
+    """A configuration as flat {dotted field: text}."""
+    if is_dataclass(value) and not isinstance(value, type):
+        out = {name: type(value).__name__}
+        for field in fields(value):
+            out |= describe(getattr(value, field.name), f"{name}.{field.name}")
+        return out
+    return {name: repr(value)}
+
+
+def check_agreement(what: str, mine: dict[str, str], group: Any) -> None:
+    """All ranks of the group give the same fields, or all raise one error that names rank, field and both values."""
+    size, _ = world(group)
+    if size == 1:
+        return
+    everyone: list[dict[str, str]] = [{} for _ in range(size)]
+    dist.all_gather_object(everyone, mine, group=group)
+    first = everyone[0]
+    for rank, other in enumerate(everyone):
+        for name in [*first, *(n for n in other if n not in first)]:
+            a, b = first.get(name, "nothing"), other.get(name, "nothing")
+            if a != b:
+                raise UsageError(f"{what}: rank {rank} differs from rank 0 in {name}: {_short(b)} against {_short(a)}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) < 80 else f"{text[:60]} … ({len(text)} characters)"

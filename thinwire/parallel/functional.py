@@ -1,0 +1,61 @@
+"""The mean of named tensors over a group, compressed, with the state in the caller's hands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import describe_nonfinite, is_finite
+from thinwire.collectives import Collective, Dense
+from thinwire.collectives.base import world
+from thinwire.parallel.exchange import Exchange
+from thinwire.wire import Reduction, Wire
+
+
+def all_reduce(
+    named_tensors: Mapping[str, Tensor], wire: Wire | Collective | str | dict[str, Any], group: Any = None,
+    state: dict[str, Tensor] | None = None, *, seed: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
+    """name → mean over the group, for outer gradients of local-step methods and for anything else.
+
+    `state` is a dict of tensors, empty at first, that this call replaces the contents of: residuals by name and the
+    collective's own. Pass it again for the same tensors; save it with the rest of a checkpoint (it is this rank's).
+    Without it what a lossy collective leaves out is lost. NaN or Inf on any rank: ValueError on all, state unchanged.
+    """
+    reduction = Wire.of(wire).gradient or Reduction(Dense())
+    exchange = Exchange({name: tuple(t.shape) for name, t in named_tensors.items()}, reduction, group, seed)
+    if state:
+        exchange.load_state_dict(state)
+    _check_finite(named_tensors, group)
+    if world(group)[0] == 1:
+        return {name: t.clone() for name, t in named_tensors.items()}
+    exact = exchange.steps < reduction.warmup
+    out: dict[str, Tensor] = {}
+    exchange.begin()
+    for unit in exchange.units:
+        flat = torch.cat([_working(named_tensors[name]) for name in unit.parameters])
+        mean = exchange.reduce(unit, flat, exact)
+        out |= {name: mean[span].view(shape).to(named_tensors[name].dtype) for name, span, shape in unit.spans()}
+    exchange.settle()
+    exchange.commit()
+    if state is not None:
+        state.clear()
+        state.update(exchange.state_dict())
+    return {name: out[name] for name in named_tensors}
+
+
+def _working(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _check_finite(named_tensors: Mapping[str, Tensor], group: Any) -> None:
+    bad = {name: t for name, t in named_tensors.items() if not bool(is_finite(_working(t)))}
+    flag = torch.tensor([float(bool(bad))])
+    if world(group)[0] > 1:
+        torch.distributed.all_reduce(flag, group=group)
+    if bool(flag):
+        here = "; ".join(f"{name}: {describe_nonfinite(t)}" for name, t in bad.items()) or "on another rank"
+        raise ValueError(f"all_reduce: not finite: {here}")

@@ -149,7 +149,7 @@ def test_ef14_is_the_alpha_one_rule_on_the_running_sum():
         assert (sent - shifts[t]).norm() <= 1e-12 * sent.norm()
 
 
-class Threads:
+class Threads(tw.collectives.Collective):
     """A collective over simulated workers: exchange adds up and counts on being called once per worker in turn."""
 
     def __init__(self, codec: c.Codec) -> None:

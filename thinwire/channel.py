@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs import frame as framing
@@ -140,7 +139,7 @@ class Channel:
         state = dict(self.staged_collective.get(key) or self.collective_state.get(key, {}))
         seed = derive(self.seed, self.step, key, self.counts.get(key, 0))
         mean, own = self.codec.exchange(u, group, state=state, key=key, step=self.step, seed=seed)
-        center = self.ledger.read("m", key) if memory.mirrored else _group_mean(h, group) if h is not None else None
+        center = self.ledger.read("m", key) if memory.mirrored else self.codec.mean(h, group) if h is not None else None
         y = mean if center is None else center + mean
         if memory.beta is not None:
             self.ledger.write("e", key, memory.residual(x, e, h, own))
@@ -158,7 +157,7 @@ class Channel:
         if self.memory.refresh:
             if self.memory.refreshes(coin):
                 self.ledger.write("h", key, x.clone())
-                self.ledger.write("m", key, _group_mean(x, group))
+                self.ledger.write("m", key, self.codec.mean(x, group))
             return
         alpha = self.memory.alpha_for(getattr(self.codec, "codec", self.codec), x.numel())
         zero = torch.zeros_like(x)
@@ -219,12 +218,3 @@ class Channel:
         keys = [key] if isinstance(key, (str, int)) else [*key, tuple(key)]
         for one in keys:
             self.counts[one] = self.counts.get(one, 0) + 1
-
-
-def _group_mean(x: Tensor, group: Any) -> Tensor:
-    """The exact mean over the group (a refresh, or a fixed shift); alone it is x."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return x.clone()
-    total = x.clone()
-    dist.all_reduce(total, group=group)
-    return total / dist.get_world_size(group)

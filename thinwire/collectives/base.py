@@ -10,6 +10,7 @@ dict of tensors that the channel owns and checkpoints; a collective replaces ent
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ class Collective:
     ) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
+    def mean(self, x: Tensor, group: Any = None) -> Tensor:
+        """The exact mean, for what a memory sends in full."""
+        return all_reduce(x, group) / world(group)[0]
+
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Collective:
         """This collective for the flat concatenation of several tensors; the same, where shapes mean nothing to it."""
         return self
@@ -35,10 +40,27 @@ class Collective:
         """Once a step, after the last exchange: what the units' states (of `numels` values each) have in common."""
 
 
+@dataclass
+class Metered:
+    """A process group that counts the payload this member sends over it; taken wherever a group is."""
+
+    group: Any
+    sent: int = 0
+
+
+def unmetered(group: Any, nbytes: int = 0) -> Any:
+    """The process group itself; `nbytes` are counted where somebody counts."""
+    if not isinstance(group, Metered):
+        return group
+    group.sent += nbytes
+    return group.group
+
+
 def world(group: Any) -> tuple[int, int]:
     """(members, this member's rank in the group); (1, 0) without torch.distributed."""
     if not dist.is_available() or not dist.is_initialized():
         return 1, 0
+    group = unmetered(group)
     return dist.get_world_size(group), dist.get_rank(group)
 
 
@@ -48,7 +70,7 @@ def gather(x: Tensor, group: Any) -> list[Tensor]:
     if size == 1:
         return [x]
     out = [torch.empty_like(x) for _ in range(size)]
-    dist.all_gather(out, x.contiguous(), group=group)
+    dist.all_gather(out, x.contiguous(), group=unmetered(group, x.nbytes * (size - 1)))
     return out
 
 
@@ -60,6 +82,7 @@ def arriving(outgoing: list[Tensor], sizes: list[int], group: Any) -> Iterator[t
     there, while later ones are in flight, always in the same order. Nothing is sent where there is nothing to send.
     """
     size, rank = world(group)
+    group = unmetered(group, sum(x.nbytes for x in outgoing) - outgoing[rank].nbytes)
     incoming = [torch.empty(n, dtype=torch.uint8, device=outgoing[rank].device) for n in sizes]
     posted = []
     for first in range(1, size, BUCKET):
@@ -88,7 +111,7 @@ def swap(outgoing: list[Tensor], sizes: list[int], group: Any) -> list[Tensor]:
 
 def all_reduce(x: Tensor, group: Any) -> Tensor:
     """The sum over the members, in a new tensor."""
-    out = x.clone()
-    if world(group)[0] > 1:
-        dist.all_reduce(out, group=group)
+    out, size = x.clone(), world(group)[0]
+    if size > 1:
+        dist.all_reduce(out, group=unmetered(group, 2 * x.nbytes * (size - 1) // size))
     return out

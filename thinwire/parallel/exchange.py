@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.channel import Channel
-from thinwire.collectives.base import all_reduce, world
+from thinwire.collectives.base import Metered, all_reduce, world
 from thinwire.memory import Plain
 from thinwire.parallel.units import Shape, Unit, make_units
 from thinwire.wire import Reduction
@@ -21,7 +21,7 @@ class Exchange:
     """The units of a set of tensors, a channel for each. Writes are staged between begin and commit or rollback."""
 
     def __init__(self, shapes: Mapping[str, Shape], reduction: Reduction, group: Any = None, seed: int = 0) -> None:
-        self.reduction, self.group = reduction, group
+        self.reduction, self.group = reduction, Metered(group)
         self.units = make_units(shapes, reduction)
         self.channels = {
             unit: Channel(
@@ -31,6 +31,11 @@ class Exchange:
             for unit in self.units
         }  # fmt: skip
         self.steps = 0  # committed
+
+    @property
+    def sent(self) -> int:
+        """Payload bytes that this rank has sent."""
+        return self.group.sent
 
     @property
     def compressed(self) -> list[Unit]:

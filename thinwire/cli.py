@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from thinwire.errors import UsageError
 
 COMMANDS = {
+    "train": ("thinwire.train.command", "train a language model over a slow network, everything compressed"),
     "convex": ("thinwire.convex.command", "the theory bench: compressed methods on convex problems, with figures"),
     "plan": ("thinwire.planner.command", "what every message costs, which the step waits for, and what to expect"),
     "lab": ("thinwire.lab.command", "run a program on several hosts with slow links, emulated on this machine"),
     "bench": ("", "measure the parts on this machine"),
+    "report": ("thinwire.report.command", "one HTML page about training runs: loss, time, bytes, errors, the step"),
     "doctor": ("thinwire.doctor", "what this machine can do, and what to install where it cannot"),
 }
 

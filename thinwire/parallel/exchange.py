@@ -82,10 +82,11 @@ class Exchange:
             kept[span] = 0 if before is None else before[span]
             channel.ledger.write("e", unit.name, kept)
 
-    def owes(self) -> bool:
-        """Is anything left in a residual?"""
-        residuals = (self.channels[unit].ledger.read("e", unit.name) for unit in self.compressed)
-        return any(e is not None and bool(e.any()) for e in residuals)
+    def residual_norm(self) -> float | None:
+        """‖e‖ of this rank over all units; None where no residual is kept."""
+        found = [self.channels[unit].ledger.read("e", unit.name) for unit in self.compressed]
+        kept = [torch.linalg.vector_norm(e, dtype=torch.float64) for e in found if e is not None]
+        return float(torch.stack(kept).norm()) if kept else None
 
     # --- checkpoints: per parameter, so that units may change between runs
 

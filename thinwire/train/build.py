@@ -1,0 +1,79 @@
+"""From run.toml to what one rank trains with; nothing is built before everything that can be checked is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.parallel.agree import check_agreement
+from thinwire.train.batches import Batches
+from thinwire.train.config import TrainConfig
+from thinwire.train.engine import Alone, Piped
+from thinwire.train.mesh import Mesh, make_mesh
+from thinwire.train.models import Blueprint, build_stages, named_parameters, plan_model
+from thinwire.train.optim import groups, total_steps
+from thinwire.train.samples import Samples, make_samples
+from thinwire.train.stage import Stage
+from thinwire.train.tokenizer import open_tokenizer
+from thinwire.train.update import Update
+from thinwire.wire import Wire
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one rank trains with."""
+
+    config: TrainConfig
+    mesh: Mesh
+    blueprint: Blueprint
+    stages: Mapping[int, Stage]
+    named: dict[str, nn.Parameter]
+    engine: Alone | Piped
+    update: Update
+    samples: Samples
+    batches: Batches
+    steps: int
+
+    def about(self) -> dict[str, Any]:
+        """The first event of a run."""
+        mesh = self.config.mesh
+        return {
+            "name": str(self.config.wire.get("preset", "custom" if self.config.wire else "off")),
+            "mesh": {"dp": mesh.dp, "pp": mesh.pp, "schedule": mesh.schedule, "microbatches": mesh.microbatches},
+            "wire": dict(self.config.wire), "parameters": sum(map(torch.Size.numel, self.blueprint.shapes.values())),
+            "samples": len(self.samples.train), "steps": self.steps,
+        }  # fmt: skip
+
+
+def build(config: TrainConfig, say: Callable[[str], None]) -> Parts:
+    wire = Wire.of(config.wire)
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.path)
+    samples = make_samples(config.data, tokenizer)
+    plan = config.mesh.plan()
+    blueprint = plan_model(config.model, len(plan.rank_of), tokenizer.size, config.data.seq_len)
+    mesh = make_mesh(config.mesh)
+    check_agreement("thinwire train", {"the configuration": repr(config), "the data": samples.digest}, None)
+    batches = Batches(samples, config.optim.batch, config.data.seed, mesh.replica, config.mesh.dp)
+    mine = [stage for stage, rank in enumerate(plan.rank_of) if rank == mesh.position]
+    stages = build_stages(blueprint, mine, config.run.seed, recompute=config.run.recompute)
+    named = named_parameters(stages)
+    engine: Alone | Piped = (
+        Alone(config, stages[0]) if config.mesh.pp == 1 else Piped(config, wire, mesh, stages, len(samples.train), say)
+    )
+    update = Update(config, wire, mesh, named, _tied(stages), _optimizer(config, named))
+    steps = total_steps(config.optim, batches.steps_per_epoch)
+    return Parts(config, mesh, blueprint, stages, named, engine, update, samples, batches, steps)
+
+
+def _tied(stages: Mapping[int, Stage]) -> str | None:
+    """The name of this rank's copy of a tied embedding, where another rank has one too."""
+    return next((stage.tied for stage in stages.values() if stage.tied), None)
+
+
+def _optimizer(config: TrainConfig, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    optim = config.optim
+    return torch.optim.AdamW(groups(optim, named), lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=True)

@@ -1,0 +1,100 @@
+"""`thinwire train`: one command for one machine, for several, and for an emulated slow network.
+
+thinwire train --init run.toml                    write a commented configuration
+thinwire train run.toml                           one rank, or under torchrun on any number of machines
+thinwire train run.toml --local 4 --rate 100mbit  four ranks here, on links of 100 Mbit/s (`thinwire lab`)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from thinwire.errors import UsageError
+from thinwire.presets import PRESETS
+from thinwire.train.config import MeshConfig, TrainConfig, init_text, load
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument("config", metavar="run.toml", nargs="?", help="the run; see --init")
+    parser.add_argument("--init", metavar="PATH", help="write a commented configuration there, and stop")
+    parser.add_argument(
+        "--local", type=int, metavar="N", help="start N ranks on this machine, each on a host of the lab"
+    )
+    parser.add_argument("--rate", help="of every host's link, with --local: 100mbit, 1gbit (default: unshaped)")
+    parser.add_argument("--latency", default="0ms", help="one way between hosts, with --local (default 0ms)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in [run] out")
+    parser.add_argument("--out", help="instead of [run] out")
+    parser.add_argument("--wire", metavar="PRESET", help="instead of [wire]: off, bf16, safe, …")
+    parser.add_argument("--timeout", type=float, default=None, help="seconds a local run may take (default: no limit)")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.init:
+        return _init(Path(args.init))
+    if args.config is None:
+        raise UsageError("which run? thinwire train run.toml, or --init run.toml for a configuration to start from")
+    config = _config(args)
+    if args.local is not None:
+        _check_ranks(config.mesh, args.local, f"--local {config.mesh.ranks}")
+        return _local(config, args)
+    if args.rate is not None:
+        raise UsageError("--rate shapes the lab's links: give --local N too")
+    return _rank(config, args)
+
+
+def _config(args: argparse.Namespace) -> TrainConfig:
+    config = load(args.config)
+    if args.out:
+        config = replace(config, run=replace(config.run, out=args.out))
+    if args.wire:
+        if args.wire not in PRESETS:
+            raise UsageError(f"--wire {args.wire}: allowed are {', '.join(PRESETS)}")
+        config = replace(config, wire={"preset": args.wire})
+    return config
+
+
+def _check_ranks(mesh: MeshConfig, started: int, remedy: str) -> None:
+    """Before torch is imported and any group is made."""
+    if mesh.ranks != started:
+        raise UsageError(
+            f"[mesh] dp = {mesh.dp}, pp = {mesh.pp}: takes {mesh.ranks} ranks, but {started} "
+            f"{'was' if started == 1 else 'were'} started: {remedy}"
+        )
+
+
+def _local(config: TrainConfig, args: argparse.Namespace) -> int:
+    from thinwire.train.local import train_local
+    from thinwire.train.rank import record
+
+    record(config, args.config)
+    events = train_local(config, rate=args.rate, latency=args.latency, resume=args.resume, timeout=args.timeout)
+    last = [event["held_out"] for event in events if event["kind"] == "eval"]
+    print(f"done: {config.run.out}" + (f", held-out loss {last[-1]:.4f}" if last else ""))
+    return 0
+
+
+def _init(path: Path) -> int:
+    if path.exists():
+        raise UsageError(f"{path} exists already")
+    try:
+        path.write_text(init_text())
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+    print(f"wrote {path}: edit it, then thinwire train {path}")
+    return 0
+
+
+def _rank(config: TrainConfig, args: argparse.Namespace) -> int:
+    """This process is one rank: torchrun's, or the only one."""
+    size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+    _check_ranks(config.mesh, size, f"torchrun --nproc-per-node {config.mesh.ranks} -m thinwire train …, or --local")
+    from thinwire.train.rank import record, train_rank
+
+    if rank == 0:
+        record(config, args.config)
+    alone, local = "WORLD_SIZE" not in os.environ, int(os.environ.get("LOCAL_RANK", 0))
+    return train_rank(config, args.resume, local_rank=local, alone=alone)

@@ -1,0 +1,129 @@
+"""Forward and backward of one batch on this rank's stages: through torch's pipeline schedule, or alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from thinwire.errors import UsageError
+from thinwire.parallel.pipeline import Pipeline
+from thinwire.parallel.stage import CompressedStage
+from thinwire.parallel.when import Plan
+from thinwire.train.batches import Batch
+from thinwire.train.config import TrainConfig
+from thinwire.train.mesh import Mesh
+from thinwire.train.samples import IGNORED
+from thinwire.train.stage import Stage
+from thinwire.wire import Wire
+
+
+class Loss:
+    """Cross-entropy summed over a micro-batch, as its share of the step's mean over all replicas' labels.
+
+    Times dp, because gradients are averaged over replicas afterwards.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas, self.labelled = replicas, 1
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        total = nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return total * (self.replicas / max(1, self.labelled))
+
+
+class Alone:
+    """A whole model on this rank: micro-batches one after the other, as a pipeline would add them up."""
+
+    def __init__(self, config: TrainConfig, stage: Stage) -> None:
+        self.stage, self.microbatches = _casting(stage, config), config.mesh.microbatches
+        self.loss = Loss(config.mesh.dp)
+
+    def run(self, batch: Batch, train: bool, upcoming: Tensor | None = None) -> Tensor | None:
+        """This replica's loss; gradients are added to .grad when training."""
+        self.loss.labelled = batch.labelled
+        total = torch.zeros(())
+        with torch.set_grad_enabled(train):
+            for tokens, labels in zip(batch.inputs.chunk(self.microbatches), batch.labels.chunk(self.microbatches)):
+                loss = self.loss(self.stage(tokens), labels)
+                if train:
+                    loss.backward()
+                total += loss.detach()
+        return total
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        raise UsageError("the checkpoint holds pipeline state, but this run has no pipeline")
+
+
+class Piped:
+    """This rank's stages under one of torch's schedules; their messages are the wire's business."""
+
+    def __init__(
+        self, config: TrainConfig, wire: Wire, mesh: Mesh, stages: Mapping[int, Stage], samples: int,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        count, device = len(config.mesh.plan().rank_of), next(stages[min(stages)].parameters()).device
+        self.parts = [
+            CompressedStage(
+                _casting(stage, config), index, count, device, group=mesh.pp, wire=wire, seed=config.run.seed,
+                dropout="seed",
+            )
+            for index, stage in sorted(stages.items())
+        ]  # fmt: skip
+        self.loss = Loss(config.mesh.dp)
+        self.pipeline = Pipeline(self.parts, plan=Plan(config.mesh.schedule), samples=samples, say=say)
+        kind = get_schedule_class(config.mesh.schedule)
+        given: Any = self.parts if issubclass(kind, PipelineScheduleMulti) else self.parts[0]
+        self.schedule: Any = kind(given, config.mesh.microbatches, loss_fn=self.loss, scale_grads=False)
+        self.first, self.last = mesh.is_first, mesh.is_last
+
+    def run(self, batch: Batch, train: bool, upcoming: Tensor | None = None) -> Tensor | None:
+        """This replica's loss on the rank of the last stage, None elsewhere. `upcoming`: the next pass's ids."""
+        self.loss.labelled = batch.labelled
+        losses: list[Tensor] = []
+        said: dict[str, Any] = {"shape": tuple(batch.inputs.shape)} if self.first else {}
+        if self.first and train:
+            said |= {"ids": batch.ids, "next_ids": upcoming}
+        run = self.schedule.step if train else self.schedule.eval
+        with self.pipeline.step(train=train, **said):
+            target = {"target": batch.labels, "losses": losses} if self.last else {}
+            run(*((batch.inputs,) if self.first else ()), **target)
+        return torch.stack([loss.detach() for loss in losses]).sum() if self.last else None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.pipeline.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.pipeline.load_state_dict(state)
+
+
+def autocast(config: TrainConfig, device: str = "cpu") -> Callable[[], AbstractContextManager[Any]]:
+    if config.run.autocast == "off":
+        return nullcontext
+    return lambda: torch.autocast(device, dtype=torch.bfloat16)
+
+
+class _Casting(nn.Module):
+    """A stage under autocast, whose messages keep one dtype: what crosses a boundary is the weights'."""
+
+    def __init__(self, stage: Stage, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.stage, self.context = stage, context
+        self.dtype = next(stage.parameters()).dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.context():
+            return self.stage(x).to(self.dtype)
+
+
+def _casting(stage: Stage, config: TrainConfig) -> nn.Module:
+    return stage if config.run.autocast == "off" else _Casting(stage, autocast(config))

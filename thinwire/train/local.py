@@ -1,0 +1,65 @@
+"""A run on this machine: every rank on a host of the lab, its links as slow as asked, and progress to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import UsageError
+from thinwire.lab import Network, check
+from thinwire.report.show import progress
+from thinwire.train.config import TrainConfig
+from thinwire.train.metrics import read_events
+from thinwire.train.rank import train_rank
+from thinwire.units import show_bytes
+
+PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.rank")
+WATCH = 0.5
+
+
+def train_local(
+    config: TrainConfig, *, rate: str | None = None, latency: str = "0ms", resume: bool = False,
+    timeout: float | None = None, network: Network | None = None, label: str = "train",
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Train on `config.mesh.ranks` hosts of the lab; the events of the run. Raises what the lab raises."""
+    if not check()[0].ok:
+        raise UsageError("this machine forbids network namespaces (thinwire doctor says more): use torchrun instead")
+    if network is not None:
+        return _watched(network, config, resume, timeout, label)
+    with Network(hosts=config.mesh.ranks, rate=rate, latency=latency, preload=PRELOAD) as net:
+        return _watched(net, config, resume, timeout, label)
+
+
+def _watched(
+    net: Network, config: TrainConfig, resume: bool, timeout: float | None, label: str
+) -> list[dict[str, Any]]:
+    """Start the ranks and follow the metrics they write."""
+    path, seen = Path(config.run.out) / "metrics.jsonl", 0
+    if not resume and path.exists():
+        path.unlink()
+    job = net.start(train_rank, config, resume, echo=False)
+    total = config.optim.steps or 0
+    with progress(label, max(1, total)) as advance:
+        while not job.watch(WATCH):
+            events = [e for e in read_events(path) if e["kind"] in ("step", "eval", "note")]
+            for event in events[seen:]:
+                advance(describe(event), int(event["kind"] == "step"))
+            seen = len(events)
+            if timeout is not None and job.seconds > timeout:
+                job.stop()
+                raise UsageError(f"the run took longer than {timeout:.0f} s and was stopped")
+    job.results()
+    return read_events(path)
+
+
+def describe(event: dict[str, Any]) -> str:
+    """A line of progress."""
+    if event["kind"] == "note":
+        return str(event["text"])
+    if event["kind"] == "eval":
+        return f"held-out loss {event['held_out']:.4f}"
+    sent = sum(event[f"{kind}_bytes"] for kind in ("forward", "backward", "gradient", "embedding"))
+    saved = f", {event['raw_bytes'] / sent:.1f}× less than fp32" if sent else ""
+    hits = f", {100 * event['hit_rate']:.0f} % of samples remembered" if event["hit_rate"] is not None else ""
+    speed = event["tokens"] / event["step_seconds"]
+    return f"loss {event['loss']:.4f}, {speed:.0f} tokens/s, {show_bytes(sent)} sent{saved}{hits}"

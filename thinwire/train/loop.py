@@ -1,0 +1,194 @@
+"""The training loop of one rank: batches in, metrics and checkpoints out.
+
+Everything that a step depends on is in the checkpoint or follows from the step's number, so a run that was stopped and
+resumed goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.errors import UsageError
+from thinwire.train.batches import Batch, held_out_batches
+from thinwire.train.build import Parts, build
+from thinwire.train.checkpoint import Checkpoints
+from thinwire.train.config import TrainConfig
+from thinwire.train.metrics import Metrics
+from thinwire.train.optim import rate
+from thinwire.train.totals import Totals
+
+
+class Trainer:
+    """One rank of a run. `say` prints a line on rank 0."""
+
+    def __init__(
+        self, config: TrainConfig, *, resume: bool = False, local_rank: int = 0, say: Callable[[str], None] = print
+    ):
+        self.config, self.out = config, Path(config.run.out)
+        self.rank = dist.get_rank()
+        self.say = say if self.rank == 0 else (lambda line: None)
+        self.metrics: Metrics | None = None
+        self.parts: Parts = build(config, self._note)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", config.run.keep, local_rank)
+        self.step, self.seconds, self.stopping = 0, 0.0, False
+        self.totals = Totals(self.parts.engine, self.parts.update, config.mesh.dp)
+        found = self.checkpoints.agreed_newest()
+        if found is not None and not resume:
+            raise UsageError(
+                f"{self.out} holds a run already (step {int(found.name[5:])}): use --resume, or another [run] out"
+            )
+        if found is not None:
+            self._load(found)
+        if self.rank == 0:
+            self.metrics = Metrics(self.out, self.step if found is not None else None)
+        self.steps = self.parts.steps
+
+    def fit(self) -> float:
+        """Train to the end; the held-out loss there (NaN without held-out samples)."""
+        previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
+        try:
+            return self._fit()
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+            self.parts.update.close()
+            if self.metrics is not None:
+                self.metrics.close()
+
+    def _fit(self) -> float:
+        config, held_out = self.config.run, math.nan
+        if self.step == 0:
+            self._write("run", **self.parts.about())
+            self._evaluate()
+        while self.step < self.steps:
+            self._train_step()
+            last = self.step == self.steps
+            if last or (config.eval_every and self.step % config.eval_every == 0):
+                held_out = self._evaluate()
+            if self._agreed_to_stop():
+                self._save()
+                self.say(f"stopped at step {self.step}, with a checkpoint: go on with --resume")
+                return held_out
+            if last or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
+                self._save()
+        self._write("end", seconds=self.seconds)
+        return held_out
+
+    def _train_step(self) -> None:
+        began = time.perf_counter()
+        update, passes = self.parts.update, self.config.optim.accumulate
+        update.zero_grad()
+        batch = self.parts.batches.next()
+        parts = _parts(batch, passes)
+        following = [part.ids for part in parts[1:]] + [self._next_ids()]
+        losses = [self.parts.engine.run(part, True, ids) for part, ids in zip(parts, following)]
+        lr = rate(self.config.optim, self.step, self.steps)
+        norm = update.apply(lr)
+        self.step += 1
+        took = time.perf_counter() - began
+        self.seconds += took
+        self._write(
+            "step", **self.totals.gather(losses), lr=lr, norm=norm, tokens=batch.inputs.numel() * self.config.mesh.dp,
+            seconds=self.seconds, step_seconds=took, wait_seconds=update.waited, skips=update.skips,
+        )  # fmt: skip
+
+    def _next_ids(self) -> Tensor:
+        """Of the next pass, so that what is remembered of its samples can be read ahead."""
+        ids = self.parts.batches.peek()
+        return ids[: len(ids) // self.config.optim.accumulate]
+
+    def _evaluate(self) -> float:
+        """Mean held-out loss over all replicas; memory of training samples is left alone."""
+        mesh, losses, before = self.parts.mesh, [], self.totals.state()
+        for batch in held_out_batches(self.parts.samples, self.config.optim.batch, mesh.replica, mesh.config.dp):
+            parts = _parts(batch, self.config.optim.accumulate)
+            losses.append(([self.parts.engine.run(part, False) for part in parts], batch.labelled))
+        held_out = self.totals.mean_loss(losses)
+        self.totals.leave_out(before)
+        if not math.isnan(held_out):
+            self._write("eval", held_out=held_out, seconds=self.seconds, bytes=self.totals.bytes)
+        return held_out
+
+    def _agreed_to_stop(self) -> bool:
+        flag = torch.tensor([int(self.stopping)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def _note(self, text: str) -> None:
+        """A line for whoever looks: on the terminal of rank 0, and in the metrics."""
+        self.say(text)
+        self._write("note", text=text)
+
+    def _write(self, kind: str, **values: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.write(kind, self.step, **values)
+
+    # --- checkpoints
+
+    def _save(self) -> None:
+        self.checkpoints.save(self.step, self._state())
+
+    def _state(self) -> dict[str, Tensor]:
+        own = f"rank-{self.rank}"
+        state = {f"model/{name}": p.detach() for name, p in self.parts.named.items()}
+        state |= self.parts.update.state_dict()
+        state |= {f"{own}/pipeline/{name}": value for name, value in self.parts.engine.state_dict().items()}
+        state |= {f"{own}/rng": torch.get_rng_state(), f"{own}/sent": self.totals.state()}
+        state |= {f"data/{name}": _number(value) for name, value in self.parts.batches.state_dict().items()}
+        return state | {"step": torch.tensor(self.step), "seconds": torch.tensor(self.seconds, dtype=torch.float64)}
+
+    def _load(self, path: Path) -> None:
+        own = f"rank-{self.rank}/"
+        update, named = self.parts.update, self.parts.named
+
+        def wanted(name: str) -> bool:
+            known = (
+                name in ("step", "seconds") or name.startswith((own, "data/")) or name.removeprefix("model/") in named
+            )
+            return known or update.wants(name)
+
+        state = self.checkpoints.read(path, wanted)
+        missing = [name for name in named if f"model/{name}" not in state]
+        if missing:
+            raise UsageError(f"{path} has no {missing[0]}: it is a checkpoint of another model")
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(state[f"model/{name}"])
+        update.load_state_dict(state)
+        prefix = f"{own}pipeline/"
+        memory = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
+        if memory:
+            self.parts.engine.load_state_dict(memory)
+        if f"{own}rng" in state:
+            torch.set_rng_state(state[f"{own}rng"])
+            self.totals.load(state[f"{own}sent"])
+        self._go_to({n.removeprefix("data/"): v for n, v in state.items() if n.startswith("data/")}, path)
+        self.step, self.seconds = int(state["step"]), float(state["seconds"])
+        self.say(f"resumed at step {self.step} from {path}")
+
+    def _go_to(self, position: dict[str, Tensor], path: Path) -> None:
+        """The data's position; data, batch or seed of another run would make it mean something else."""
+        batches = self.parts.batches
+        for name, mine in batches.state_dict().items():
+            if name not in ("epoch", "index") and not torch.equal(position[name], _number(mine)):
+                raise UsageError(f"{path} was written with another {name}: this run has {mine!r}")
+        batches.epoch, batches.index = int(position["epoch"]), int(position["index"])
+
+
+def _number(value: int | str) -> Tensor:
+    """An integer, or a digest in hexadecimal, as a checkpoint stores it."""
+    return torch.tensor(value if isinstance(value, int) else int(value, 16) >> 1)
+
+
+def _parts(batch: Batch, passes: int) -> list[Batch]:
+    """The rows of a step in so many pipeline passes; each keeps the step's count of labels."""
+    columns = (column.chunk(passes) for column in (batch.ids, batch.inputs, batch.labels))
+    return [Batch(ids, inputs, labels, batch.labelled) for ids, inputs, labels in zip(*columns)]

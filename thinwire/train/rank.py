@@ -1,0 +1,90 @@
+"""One rank's life: join the others, train, leave; and if another rank is lost, say which."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from thinwire.train.config import TrainConfig
+from thinwire.train.loop import Trainer
+
+BEAT, SILENCE = 1.0, 5.0  # seconds between signs of life, and without one after which a rank counts as lost
+
+
+def train_rank(
+    config: TrainConfig, resume: bool, *, local_rank: int = 0, alone: bool = False, patience: float = 120.0
+) -> int:
+    """Train as this rank of torchrun's (or the lab's) world; 0 at the end, 1 where another rank was lost."""
+    limit = timedelta(seconds=patience)
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    else:
+        dist.init_process_group("gloo", timeout=limit)
+    signs = Signs()
+    try:
+        Trainer(config, resume=resume, local_rank=local_rank, say=_say).fit()
+    except (RuntimeError, ConnectionError) as error:
+        lost = signs.lost()
+        if not lost:
+            raise
+        _say(f"thinwire: lost rank {', '.join(map(str, lost))}: {str(error).splitlines()[0]}")
+        return 1
+    finally:
+        signs.close()
+    dist.destroy_process_group()
+    return 0
+
+
+class Signs:
+    """Every rank's sign of life in the rendezvous store, a second apart: who is silent when something breaks?"""
+
+    def __init__(self) -> None:
+        self.store: Any = dist.PrefixStore("thinwire/alive", dist.distributed_c10d._get_default_store())
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._beat, daemon=True)
+        self.thread.start()
+
+    def lost(self) -> list[int]:
+        """Ranks whose sign stands still for a while; rank 0, which keeps the store, where that is gone."""
+        try:
+            before = self._signs()
+            time.sleep(SILENCE)
+            after = self._signs()
+        except (RuntimeError, ConnectionError):
+            return [0]
+        return [rank for rank in range(self.size) if rank != self.rank and before[rank] == after[rank]]
+
+    def close(self) -> None:
+        self.stop.set()
+
+    def _signs(self) -> list[int]:
+        return [self.store.add(str(rank), 0) for rank in range(self.size)]
+
+    def _beat(self) -> None:
+        with suppress(RuntimeError, ConnectionError):  # the store is gone: the run is over
+            while not self.stop.wait(BEAT):
+                self.store.add(str(self.rank), 1)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def record(config: TrainConfig, given: str | None) -> None:
+    """The configuration beside the results: as it was given, and as it was understood."""
+    out = Path(config.run.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if given is not None:
+        shutil.copyfile(given, out / "run.toml")
+    (out / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")

@@ -1,0 +1,83 @@
+"""A step's numbers over all ranks, in one small all-reduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.train.engine import Alone, Piped
+from thinwire.train.update import Update
+
+COUNTS = ("forward_bytes", "backward_bytes", "gradient_bytes", "embedding_bytes", "raw_bytes", "cold", "warm")
+ERRORS = ("forward", "backward", "gradient")
+
+
+class Totals:
+    """Counters of this rank since the start of the run, resumed ones included."""
+
+    def __init__(self, engine: Alone | Piped, update: Update, replicas: int) -> None:
+        self.engine, self.update, self.replicas = engine, update, replicas
+        self.before = torch.zeros(len(COUNTS), dtype=torch.float64)
+        self.bytes = 0  # of all ranks, after the last step
+
+    def gather(self, losses: Sequence[Tensor | None]) -> dict[str, Any]:
+        """loss, byte counters, hit rate and errors of all ranks together."""
+        errors = self._errors()
+        mine = torch.cat((torch.tensor([_sum(losses)], dtype=torch.float64), self._counts(), *errors.values()))
+        dist.all_reduce(mine)
+        loss, *rest = mine.tolist()
+        counts = dict(zip(COUNTS, map(int, rest)))
+        cold, warm = counts.pop("cold"), counts.pop("warm")
+        self.bytes = sum(counts[name] for name in COUNTS[:4])
+        pairs = zip(ERRORS, rest[len(COUNTS) :: 2], rest[len(COUNTS) + 1 :: 2])
+        return {
+            "loss": loss / self.replicas, **counts, "hit_rate": warm / (cold + warm) if cold + warm else None,
+            "errors": {name: total / count for name, total, count in pairs if count},
+        }  # fmt: skip
+
+    def mean_loss(self, losses: Sequence[tuple[Sequence[Tensor | None], int]]) -> float:
+        """Over the labels of all batches and replicas; NaN where there were none."""
+        labels = sum(labelled for _, labelled in losses)
+        total = torch.tensor([sum(_sum(parts) * labelled for parts, labelled in losses)], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total) / (self.replicas * labels) if labels else math.nan
+
+    def state(self) -> Tensor:
+        return self._counts()
+
+    def load(self, counts: Tensor) -> None:
+        """Go on counting from there."""
+        self.before += counts - self._counts()
+
+    leave_out = load  # what was sent since that state was taken is not training's
+
+    def _counts(self) -> Tensor:
+        stats = self.engine.pipeline.stats if isinstance(self.engine, Piped) else None
+        pipe = [stats.forward_bytes, stats.backward_bytes] if stats else [0, 0]
+        raw = (stats.raw_bytes if stats else 0) + self.update.raw_sent
+        visits = [stats.cold, stats.warm] if stats else [0, 0]
+        now = [*pipe, self.update.gradient_sent, self.update.embedding_sent, raw, *visits]
+        return self.before + torch.tensor(now, dtype=torch.float64)
+
+    def _errors(self) -> dict[str, Tensor]:
+        """Per kind of traffic (sum of relative errors, how many were measured) on this rank."""
+        found = {name: torch.zeros(2, dtype=torch.float64) for name in ERRORS}
+        lanes = self.engine.pipeline.lanes() if isinstance(self.engine, Piped) else []
+        for lane in lanes:
+            for _, channel in lane.channels():
+                if lane.end == "send" and channel.stats.measured:
+                    kind = "forward" if lane.name.startswith("forward") else "backward"
+                    found[kind] += torch.tensor([channel.stats.error_sum, channel.stats.measured], dtype=torch.float64)
+        error = self.update.gradient_error
+        if error is not None:
+            found["gradient"] += torch.tensor([error, 1.0], dtype=torch.float64)
+        return found
+
+
+def _sum(losses: Sequence[Tensor | None]) -> float:
+    return sum(float(loss) for loss in losses if loss is not None)

@@ -17,7 +17,7 @@ _LAZY = {
     "Wire": "thinwire.wire", "Link": "thinwire.wire", "Reduction": "thinwire.wire",
     "all_reduce": "thinwire.parallel",
     "codecs": "", "memory": "", "collectives": "", "wire": "", "parallel": "", "kernels": "", "lab": "", "planner": "",
-    "convex": "",
+    "convex": "", "optim": "",
 }  # fmt: skip
 
 

@@ -11,13 +11,17 @@ from thinwire.errors import UsageError
 from thinwire.train.config import ModelConfig
 from thinwire.train.export import export_weights, write_index, write_shard
 from thinwire.train.families import build_config, skeleton
-from thinwire.train.models import build_stages, named_parameters, next_token_loss, plan_model
+from thinwire.train.models import build_stages, named_parameters, plan_model
 
 VOCAB, SEQ = 97, 12
 SMALL = ModelConfig(hidden=32, layers=4, heads=4, kv_heads=2, ffn=48)
 KINDS = [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False), ("gpt2", True), ("gpt2", False)]
 IDS = torch.randint(0, VOCAB, (3, SEQ), generator=torch.Generator().manual_seed(1))
 LABELS = torch.cat([IDS[:, 1:], torch.full((3, 1), -100)], dim=1)  # each position's next token
+
+
+def loss_of(logits, labels):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def built(model, count, seed=0, **options):
@@ -60,7 +64,7 @@ def test_stages_equal_the_full_model_and_transformers_loads_them(model, tmp_path
         blueprint, stages = built(model, count)
         full = hugging_face(saved(blueprint, stages, tmp_path / str(count))).train()
         logits = chained(stages)
-        loss = next_token_loss(logits, LABELS)
+        loss = loss_of(logits, LABELS)
         assert torch.equal(logits, full(IDS).logits)
         expected = full(IDS, labels=IDS).loss
         assert abs(loss - expected) <= 1e-6
@@ -124,6 +128,7 @@ def test_names_shapes_and_tied_copies(model) -> None:
     blueprint, stages = built(model, 4)
     tied = [stage.tied for stage in stages.values()]
     assert tied == ([blueprint.family.embedding, None, None, "lm_head.weight"] if model.tied else [None] * 4)
+    assert all("lm_head.weight" not in export_weights(stage) for stage in stages.values()) == model.tied
     assert [stage.needs_input_grad for stage in stages.values()] == [False, True, True, True]
     whole = {name: weight.shape for name, weight in skeleton(blueprint.config).named_parameters()}
     held = {name: (i, w.shape) for i, stage in stages.items() for name, w in stage.named_parameters()}
@@ -147,7 +152,7 @@ def test_recomputing_changes_no_gradient(kind) -> None:
     gradients = []
     for recompute in (False, True):
         _, stages = built(replace(SMALL, type=kind), 2, recompute=recompute)
-        next_token_loss(chained(stages), LABELS).backward()
+        loss_of(chained(stages), LABELS).backward()
         gradients.append([w.grad for stage in stages.values() for w in stage.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
@@ -173,7 +178,9 @@ def test_recomputing_keeps_less(monkeypatch) -> None:
 def test_bfloat16_weights_and_sliding_windows_as_transformers_has_them(tmp_path) -> None:
     _, stages = built(replace(SMALL, type="qwen2", dtype="bfloat16"), 2)
     folder = saved(plan_model(replace(SMALL, type="qwen2", dtype="bfloat16"), 2, VOCAB, SEQ), stages, tmp_path / "a")
-    assert torch.equal(chained(stages), hugging_face(folder, dtype=torch.bfloat16)(IDS).logits)
+    full = hugging_face(folder)
+    assert full.dtype == torch.bfloat16, "from config.json"
+    assert torch.equal(chained(stages), full(IDS).logits)
     path = tmp_path / "a" / "config.json"
     changed = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
     kinds = ["full_attention"] * 2 + ["sliding_attention"] * 2
@@ -182,6 +189,23 @@ def test_bfloat16_weights_and_sliding_windows_as_transformers_has_them(tmp_path)
     full = hugging_face(folder, dtype=torch.bfloat16)(IDS).logits
     assert torch.equal(chained(windowed), full)
     assert not torch.equal(full, chained(stages))
+
+
+def test_config_says_the_dtype_that_was_saved(tmp_path) -> None:
+    """A half-precision checkpoint trained in float32 comes back in float32, also where its file is an old one."""
+    model = checkpoint(tmp_path / "in", torch_dtype="bfloat16", dtype="bfloat16")
+    blueprint, stages = built(model, 2)
+    full = hugging_face(saved(blueprint, stages, tmp_path / "out"))
+    assert full.dtype == torch.float32
+    assert "torch_dtype" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_eager_attention_and_dropout_are_ours(tmp_path) -> None:
+    blueprint, stages = built(replace(SMALL, type="gpt2", attention="eager", dropout=0.5), 2)
+    assert blueprint.config._attn_implementation == "eager"
+    assert not torch.equal(chained(stages), chained(stages)), "dropout is drawn anew"
+    calm = {i: stage.eval() for i, stage in stages.items()}
+    torch.testing.assert_close(chained(calm), chained(built(replace(SMALL, type="gpt2"), 2)[1]))
 
 
 def test_gpt2_files_without_the_root_name(tmp_path) -> None:

@@ -116,14 +116,6 @@ def named_parameters(stages: Mapping[int, Stage]) -> dict[str, nn.Parameter]:
     return named
 
 
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of each position's logits [batch, seq, vocab] against its label [batch, seq]; −100 is skipped.
-
-    The labels are already shifted: labels[:, t] is the token after position t.
-    """
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=-100)
-
-
 def _build(blueprint: Blueprint, index: int, seed: int, device: torch.device, recompute: bool) -> Stage:
     full = skeleton(blueprint.config)
     stage = Stage(full, blueprint.layers[index], index, blueprint.stages, recompute)

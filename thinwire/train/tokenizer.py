@@ -1,0 +1,107 @@
+"""Text to numbers: bytes with a few specials, or the tokenizer of a checkpoint. Chat turns with a loss mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.errors import UsageError
+
+Turns = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "…"}, as in a chat template
+Coded = tuple[NDArray[np.int64], NDArray[np.bool_]]  # tokens; where loss is taken on them
+ROLES = ("system", "user", "assistant")
+
+
+class Tokenizer(Protocol):
+    """`size` ids in all; `pad` fills short samples (its label is never taken)."""
+
+    size: int
+    pad: int
+
+    def text(self, text: str) -> Coded:
+        """A document with its end token; loss on all of it."""
+
+    def chat(self, turns: Turns) -> Coded:
+        """A conversation; loss on what the assistant says, its end included."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes 0…255, then pad, end, and a mark for each role: `<user> bytes <end> <assistant> bytes <end>`."""
+
+    pad, end = 256, 257
+    size = 264  # three ids are left free
+
+    def text(self, text: str) -> Coded:
+        tokens = np.append(_bytes(text), self.end)
+        return tokens, np.ones(len(tokens), bool)
+
+    def chat(self, turns: Turns) -> Coded:
+        tokens, mask = [], []
+        for turn in turns:
+            if turn["role"] not in ROLES:
+                raise UsageError(f"role {turn['role']!r}: allowed are {', '.join(ROLES)}")
+            said = np.append(_bytes(turn["content"]), self.end)
+            tokens += [np.array([258 + ROLES.index(turn["role"])]), said]
+            mask += [np.zeros(1, bool), np.full(len(said), turn["role"] == "assistant")]
+        return np.concatenate(tokens), np.concatenate(mask)
+
+
+class CheckpointTokenizer:
+    """The tokenizer saved beside a checkpoint, with its own special tokens and chat template."""
+
+    def __init__(self, folder: str | Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            line = str(error).strip().splitlines()[0]
+            raise UsageError(f"{folder}: no tokenizer that transformers can read: {line}") from None
+        self._inner.model_max_length = 2**60  # documents are cut into samples here, not there
+        self.folder, self.size = Path(folder), len(self._inner)
+        self.end = self._inner.eos_token_id
+        if self.end is None:
+            raise UsageError(f"{folder}: the tokenizer has no end-of-text token")
+        self.pad = self.end if self._inner.pad_token_id is None else self._inner.pad_token_id
+
+    def text(self, text: str) -> Coded:
+        """With what the tokenizer puts before a text (Llama: a begin token), and one end token after it."""
+        tokens = self._inner(text)["input_ids"]
+        if not tokens or tokens[-1] != self.end:
+            tokens = [*tokens, self.end]
+        return np.array(tokens, np.int64), np.ones(len(tokens), bool)
+
+    def chat(self, turns: Turns) -> Coded:
+        if not self._inner.chat_template:
+            raise UsageError(f"{self.folder}: the tokenizer has no chat template; use text records, or tokenizer bytes")
+        tokens = self._render(turns)
+        mask = np.zeros(len(tokens), bool)
+        for i, turn in enumerate(turns):
+            if turn["role"] == "assistant":
+                before, after = self._render(turns[:i], prompt=True), self._render(turns[: i + 1])
+                if tokens[: len(before)] != before or tokens[: len(after)] != after:
+                    raise UsageError(f"{self.folder}: the chat template rewrites earlier turns; cannot mask turn {i}")
+                mask[len(before) : len(after)] = True
+        return np.array(tokens, np.int64), mask
+
+    def _render(self, turns: Turns, prompt: bool = False) -> list[int]:
+        """Through text, so that a template's specials are read once, and every prefix the same way."""
+        if not turns and not prompt:
+            return []
+        text = self._inner.apply_chat_template([*turns], tokenize=False, add_generation_prompt=prompt)
+        return list(self._inner(text, add_special_tokens=False)["input_ids"])
+
+
+def open_tokenizer(name: str, checkpoint: str | None) -> Tokenizer:
+    """`[data] tokenizer`: "auto" is the checkpoint's where there is one, else bytes; or a folder."""
+    if name == "auto":
+        name = checkpoint or "bytes"
+    return ByteTokenizer() if name == "bytes" else CheckpointTokenizer(name)
+
+
+def _bytes(text: str) -> NDArray[np.int64]:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int64)

@@ -33,7 +33,8 @@ DELTA = Wire(
 
 
 def start() -> tuple[int, int]:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=90))
     return dist.get_world_size(), dist.get_rank()
 
 
@@ -110,12 +111,12 @@ class Run:
         targets = {"target": y, "losses": losses} if self.last else {}
         self.schedule.step(*arguments, **targets)
 
-    def eval(self, x: Tensor, **more: Any) -> Tensor | None:
-        arguments = (x,) if self.first else ()
+    def eval(self, x: Tensor, y: Tensor, **more: Any) -> Tensor | None:
+        arguments, targets = (x,) if self.first else (), {"target": y} if self.last else {}
         if self.pipe is None:
-            return self.schedule.eval(*arguments)
+            return self.schedule.eval(*arguments, **targets)
         with self.pipe.step(train=False, **more):
-            return self.schedule.eval(*arguments)
+            return self.schedule.eval(*arguments, **targets)
 
     def gradients(self) -> dict[str, Tensor]:
         return {
@@ -158,5 +159,4 @@ def identity() -> list[str]:
                     wrong.append(f"{name}, {microbatches} micro-batches, step {step}")
             if ours.pipe is not None and ours.pipe.stats.skips:
                 wrong.append(f"{name}: a step was skipped")
-    dist.destroy_process_group()
     return wrong

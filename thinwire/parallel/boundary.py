@@ -49,6 +49,7 @@ class Lane:
         self.step: int | None = None
         self.faults: list[str] = []
         self._lost: list[tuple[Channel, Key]] = []
+        self._channel(Part(0, None, True), 0)  # a codec or a path that cannot be shows before the first step
 
     @property
     def memory(self) -> Memory:
@@ -179,6 +180,10 @@ class Lane:
             whole = bool(parts) and min(parts) >= 0
             out.append(sum((i + 1) * part for i, part in enumerate(parts)) % 2**62 if whole else -1)
         return torch.tensor(out, dtype=torch.int64)
+
+    def remembers(self) -> int:
+        """How many samples' mirrors this end holds."""
+        return max((sum(1 for _ in channel.ledger.stores["h"]) for channel in self.coded.values()), default=0)
 
     def agree(self, ids: Sequence[int], mine: Tensor, theirs: Tensor) -> int:
         """Forget, for this step, what the two ends do not hold alike; how many samples differed."""

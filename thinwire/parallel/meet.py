@@ -72,8 +72,10 @@ def _card(stage: CompressedStage, options: dict[str, str]) -> Card:
     config = {name: value for name, value in config.items() if not name.endswith(".path")}
     for way, link in (("forward", stage.wire.forward), ("backward", stage.wire.backward)):
         if link is not None and callable(link.when):
-            chosen = [link.when(s, m) for s in range(stage.num_stages) for m in range(FUNCTION_SAMPLE)]
-            config[f"{way}.when"] = "".join("01"[bool(c)] for c in chosen)
+            config.pop(f"{way}.when")
+            for s in range(stage.num_stages):
+                chosen = ["01"[bool(link.when(s, m))] for m in range(FUNCTION_SAMPLE)]
+                config[f"{way}.when for stage {s}"] = "".join(chosen)
     metas = stage._user_meta
     dropout = find_dropout(stage.submod) if stage.dropout != "ignore" and stage.submod.training else []
     return Card(

@@ -96,11 +96,7 @@ class Pipeline:
     def _open(self, ids: Ids | None, train: bool, shape: Sequence[int] | None, next_ids: Ids | None) -> None:
         if self.announced is not None:
             raise UsageError("a step of this pipeline is open already: one bracket a schedule.step")
-        if self.meeting is None or self.herald is None:
-            self.meeting = meet(self.stages, self.group, self._options(), self.plan)
-            self.herald = Herald(self.group, self.meeting.place[0], self.device)
-            self._warn_of_dropout()
-        said = self.herald.announce(self._message(ids, train, shape, next_ids))
+        said = self._meet().announce(self._message(ids, train, shape, next_ids))
         self.steps, self.skipped, coded = said.step, False, train or self.evaluate == "same"
         self._match_shapes(said)
         self.announced = said
@@ -111,6 +107,14 @@ class Pipeline:
         self._rescale(train)
         if coded and said.ids is not None:
             self._agree(said.ids)
+
+    def _meet(self) -> Herald:
+        """The first time, all ranks of the pipeline together."""
+        if self.herald is None:
+            self.meeting = meet(self.stages, self.group, self._options(), self.plan)
+            self.herald = Herald(self.group, self.meeting.place[0], self.device)
+            self._warn_of_dropout()
+        return self.herald
 
     def _message(
         self, ids: Ids | None, train: bool, shape: Sequence[int] | None, next_ids: Ids | None
@@ -258,12 +262,11 @@ class Pipeline:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """State of the same stages; what is missing starts empty: samples cold, residuals zero."""
-        if self.meeting is None:
-            self.meeting = meet(self.stages, self.group, self._options(), self.plan)
-            self.herald = Herald(self.group, self.meeting.place[0], self.device)
-            self._warn_of_dropout()
+        self._meet()
         self.steps, self._scale = int(state["step"]), float(state["scale"])
         for stage in self.stages:
             for lane in stage.lanes.all():
                 prefix = f"stage{stage.stage_index}/{lane.name}/{lane.end}/"
                 lane.load_state_dict({n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)})
+        if self.steps and any(lane.per_sample and not lane.remembers() for lane in self.lanes()):
+            warnings.warn("the loaded state has no samples' memory: every sample starts cold", stacklevel=2)

@@ -169,12 +169,16 @@ class CompressedStage(PipelineStage):
     def _receives(
         self, ops: list[dist.P2POp], lane: Lane | None, way: str, chunk: int, shapes: list[tuple[int, ...]]
     ) -> list[dist.P2POp]:
-        if lane is None or self.announced is None:
+        if lane is None or self.announced is None or (way == "backward" and not self.has_backward):
             return ops
+        if len(ops) != len(shapes):
+            raise UsageError(
+                f"stage {self.stage_index} declares gradients for {len(ops)} outputs, but {len(shapes)} need one"
+            )
         part = self._part(way, chunk, self.stage_index + (-1 if way == "forward" else 1))
         arrivals = [
             Arrival(lane.expect(part, i, shape, op.tensor), shape, op.tensor.dtype)
-            for i, (op, shape) in enumerate(zip(ops, shapes, strict=True))
+            for i, (op, shape) in enumerate(zip(ops, shapes))
         ]
         self._arrivals[way, chunk] = arrivals
         return [_rebuilt(op, arrival.frame) for op, arrival in zip(ops, arrivals)]

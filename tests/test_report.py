@@ -1,0 +1,239 @@
+"""`thinwire report`: the page's numbers, its form, what it says of runs that are damaged or do not compare."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.cli import main
+from thinwire.report.figures import smooth
+from thinwire.report.runs import METRICS, reached, read_runs
+
+ROOT = Path(__file__).parent.parent
+RAW = 1_000_000  # bytes a step that fp32 would send
+CONFIG = """[model]
+hidden = 64
+layers = 4
+heads = 4
+[data]
+seq_len = 64
+[mesh]
+dp = 2
+pp = 2
+[optim]
+batch = 16
+[wire]
+preset = "{name}"
+"""
+
+
+def events(name: str, seconds: float, sent: int, steps: int = 40, final: float = 3.0, **about: Any) -> list[dict]:
+    """A run with `seconds` a step, `sent` bytes a channel and step; held-out loss falls by 0.5 every ten steps."""
+    wire = {"preset": name}
+    lines: list[dict] = [
+        {"kind": "run", "step": 0, "name": name, "mesh": {"dp": 2, "pp": 2, "schedule": "1F1B", "microbatches": 4},
+         "wire": wire, "parameters": 300_000, "samples": 512, "rate": 2e7, **about},
+    ]  # fmt: skip
+    for step in range(steps + 1):
+        time, total = step * seconds, step * sent
+        if step:
+            errors = {"forward": 0.02, "backward": 0.1, "gradient": 0.5} if name != "off" else None
+            lines.append({
+                "kind": "step", "step": step, "loss": 5.5 - 0.05 * step, "lr": 3e-4, "norm": 1.0, "tokens": 1024,
+                "seconds": time, "step_seconds": seconds, "wait_seconds": seconds / 2, "forward_bytes": total,
+                "backward_bytes": total, "gradient_bytes": 2 * total, "embedding_bytes": 0, "raw_bytes": RAW * step,
+                "hit_rate": float(step > 20) if name == "max" else None, "skips": 0, "errors": errors,
+            })  # fmt: skip
+        if step % 10 == 0:
+            held_out = final + 0.05 * (steps - step)
+            lines.append({"kind": "eval", "step": step, "held_out": held_out, "seconds": time, "bytes": 4 * total})
+    return [*lines, {"kind": "end", "step": steps, "seconds": steps * seconds}]
+
+
+def write(folder: Path, lines: list[dict], config: str | None = None) -> str:
+    folder.mkdir()
+    (folder / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = CONFIG.format(name=lines[0].get("name", "off")) if config is None else config
+    if text:
+        (folder / "run.toml").write_text(text)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page about two runs: the compressed one ends a little worse, ten times sooner."""
+    folder = tmp_path_factory.mktemp("report")
+    off = write(folder / "off", events("off", 3.0, 250_000))
+    thin = write(folder / "max", events("max", 0.3, 10_000, final=3.1))
+    assert main(["report", off, thin, "--out", str(folder / "page.html"), "--json", str(folder / "r.json")]) == 0
+    return folder
+
+
+def rows(page: str, title: str) -> list[list[str]]:
+    """The cells of the table under a heading."""
+    table = re.search(rf"<h2>{title}</h2><?.*?(<table.*?</table>)", page, flags=re.S)
+    assert table is not None
+    return [[cell.text or "" for cell in row] for row in ET.fromstring(table[1]).iter("tr")]
+
+
+def test_the_tables_numbers(made: Path) -> None:
+    """Target 3.1: off is there between steps 30 (3.5) and 40 (3.0), at step 38 = 114 s; max at its end, 12 s."""
+    head, off, thin = rows((made / "page.html").read_text(), "Results")
+    assert head[4] == "time to loss 3.1"
+    assert off == ["off", "40", "120 s", "3", "114 s", "1×", "40.00 MB", "1×"]
+    assert thin == ["max", "40", "12 s", "3.1", "12 s", "9.5×", "1.60 MB", "25×"]
+    sent = rows((made / "page.html").read_text(), "Bytes sent")[2]
+    assert sent == ["max", "400.00 kB", "400.00 kB", "800.00 kB", "0 B", "1.60 MB", "40.00 MB"]
+    told = json.loads((made / "r.json").read_text())
+    assert told["target_loss"] == pytest.approx(3.1) and told["runs"][1]["speedup"] == pytest.approx(9.5)
+    assert told["runs"][0]["bytes_to_loss"] == pytest.approx(38e6)
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else(made: Path) -> None:
+    text = (made / "page.html").read_text()
+    page = ET.fromstring(text)
+    images = list(page.iter("img"))
+    assert len(images) == 7 + 2 and all(i.attrib["src"].startswith("data:image/png;base64,") for i in images)
+    assert all(i.attrib["alt"] for i in images) and len(list(page.iter("figcaption"))) == len(images)
+    assert not list(page.iter("script")) and not list(page.iter("link"))
+    assert "url(" not in text and "@import" not in text and "http" not in text
+    assert "9.5× faster and 23.8× fewer bytes" in text
+    assert "<td>wire.preset</td><td>off</td><td>max</td>" in text and "preset = &quot;max&quot;" in text
+
+
+def test_figures_lie_beside_the_page(made: Path) -> None:
+    names = {path.name for path in made.glob("page-*.png")}
+    kinds = ("loss-time", "loss-bytes", "training", "bytes", "errors", "hit-rate", "step-time", "timeline-1")
+    assert {f"page-{kind}.png" for kind in kinds} <= names
+    assert all((made / name).read_bytes().startswith(b"\x89PNG") for name in names)
+
+
+def test_the_simulated_step_lasts_as_long_as_the_measured(made: Path) -> None:
+    for run, seconds in zip(json.loads((made / "r.json").read_text())["runs"], (3.0, 0.3)):
+        assert run["simulated"]["step_s"] == pytest.approx(seconds, rel=0.01)
+        assert sum(run["simulated"]["critical_path_s"].values()) == pytest.approx(seconds, rel=0.01)
+
+
+def browser() -> str:
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on this machine to look at the page with")
+    return found
+
+
+def look(page: Path, picture: Path, *options: str) -> Any:
+    """The page in a browser, as pixels [height, width, 3]."""
+    import numpy as np
+    from PIL import Image
+
+    profile = picture.with_suffix(".profile")
+    subprocess.run(
+        [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}",
+         *options, f"--screenshot={picture}", page.as_uri()],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    return np.asarray(Image.open(picture).convert("RGB")).astype(int)
+
+
+@pytest.mark.timeout(120)
+def test_a_browser_shows_it(made: Path) -> None:
+    """Light by default, dark where the reader prefers it (figures too), and never wider than a small window."""
+    light = look(made / "page.html", made / "light.png", "--window-size=900,3000")
+    assert light.shape == (3000, 900, 3)
+    assert (light[:, 2] > 250).all()  # paper at the edge: nothing sticks out
+    inked = (light.min(axis=2) < 200).any(axis=1)
+    assert inked.mean() > 0.4  # tables and figures all the way down
+    dark = look(
+        made / "page.html", made / "dark.png", "--window-size=900,3000", "--blink-settings=preferredColorScheme=0"
+    )
+    assert (dark > 200).all(axis=2).mean() < 0.1  # no white sheets
+
+
+def test_one_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "one", events("safe", 1.0, 60_000))
+    assert main(["report", run, "--out", str(tmp_path / "p.html")]) == 0
+    text = (tmp_path / "p.html").read_text()
+    ET.fromstring(text)
+    assert "40 steps in 40 s: held-out loss 3, 9.60 MB sent, 4.17× fewer than fp32 without compression." in text
+    assert "No figure: no run keeps activations by sample" in text
+    assert "page: " in capsys.readouterr().out
+
+
+MISTAKES = {
+    "nowhere": (None, "no such folder"),
+    "no metrics": ("", "is no run: it has no metrics.jsonl"),
+    "empty": ([""], "has no step and no evaluation yet"),
+    "not events": (["hello\n"], "its first line is no event"),
+    "only begun": (['{"kind": "run", "step": 0, "name": "x"}\n'], "has no step and no evaluation yet"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_folder_that_is_no_run_is_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, words = MISTAKES[case]
+    if content is not None:
+        (tmp_path / "run").mkdir()
+        if content:
+            (tmp_path / "run" / METRICS).write_text(content[0])
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "p.html")]) == 2
+    told = capsys.readouterr().err
+    assert words in told and len(told.strip().splitlines()) == 1 and not (tmp_path / "p.html").exists()
+
+
+def test_other_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "a", events("off", 1.0, 10))
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / METRICS).write_bytes(b"\xff\xfe\x00")
+    for words, told in (
+        ([], "no run given"),
+        ([run, run], "given twice"),
+        ([run, "--out", str(tmp_path / "page.txt")], "must end in .html"),
+        ([run, "--out", "/proc/nowhere/p.html"], "cannot write /proc/nowhere/p.html"),
+        ([str(tmp_path / "binary")], "is not text"),
+    ):
+        assert main(["report", *words]) == 2
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert line.startswith("thinwire: ") and told in line
+
+
+def test_what_is_wrong_with_the_runs_stands_on_the_page(tmp_path: Path) -> None:
+    """A file cut off by kill -9, another model, a damaged run.toml, a name that is HTML: notes, not failures."""
+    whole = events("off", 1.0, 1000)
+    whole[5]["loss"] = math.nan
+    good = write(tmp_path / "good", whole, "not [ toml")
+    cut = write(tmp_path / "cut", events("<b>&", 1.0, 1000, parameters=7)[:20], "")
+    with (tmp_path / "cut" / METRICS).open("a") as file:
+        file.write('{"kind": "step", "st')
+    assert main(["report", good, cut, "--out", str(tmp_path / "p.html")]) == 0
+    text = (tmp_path / "p.html").read_text()
+    page = ET.fromstring(text)
+    notes = " ".join("".join(item.itertext()) for item in page.iter("li"))
+    assert "different models (parameters: off 300000, <b>& 7)" in notes
+    assert "<b>&: metrics.jsonl is damaged at line 21 of 21" in notes and "has not ended" in notes
+    assert "off: 1 steps have no finite loss" in notes
+    words = "".join(page.itertext())
+    assert "No timeline: run.toml is not TOML" in words and "No timeline: the folder has no run.toml" in words
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for seed in ("a", "b"):
+        (tmp_path / seed).mkdir()
+        write(tmp_path / seed / "max", events("max", 1.0, 1000))
+    runs = read_runs([tmp_path / seed / "max" for seed in ("a", "b")])
+    assert [run.name for run in runs] == ["max (a/max)", "max (b/max)"]
+
+
+def test_reached_and_smooth() -> None:
+    assert reached([(0, 5.0), (10, 4.0), (20, 3.0)], 3.5) == 15
+    assert reached([(0, 5.0), (10, 4.0)], 3.5) is None and reached([(7, 3.0)], 3.5) == 7
+    assert reached([], 1.0) is None
+    points = [(float(i), float(i % 2)) for i in range(800)]
+    assert all(0.4 < y < 0.6 for _, y in smooth(points)[20:-20]) and smooth(points[:10]) == points[:10]

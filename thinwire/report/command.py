@@ -1,0 +1,109 @@
+"""`thinwire report RUN…`: one self-contained HTML page about one run, or several side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import UsageError
+from thinwire.planner import figures as planner_figures
+from thinwire.report import page
+from thinwire.report.runs import Run, read_runs
+from thinwire.report.show import progress, table, write_json
+from thinwire.report.summary import Summary, summarise
+from thinwire.report.timeline import simulated
+from thinwire.units import show_bytes
+
+EXAMPLES = """examples:
+  thinwire report out/train
+  thinwire report out/off out/max --out out/compare.html --json out/compare.json
+
+RUN is the folder that `thinwire train` wrote ([run] out). The first run is what the others are compared with.
+The page holds its figures and loads nothing else; each figure is also a PNG beside it."""
+DEFAULT = "out/report/page.html"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EXAMPLES
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="folders that `thinwire train` wrote")
+    parser.add_argument("--out", metavar="PAGE.html", default=DEFAULT, help="the page (%(default)s)")
+    parser.add_argument("--json", metavar="PATH", help="write the table's numbers, notes and simulated steps")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.runs:
+        raise UsageError("no run given: thinwire report RUN, the folder that `thinwire train` wrote")
+    out = Path(args.out)
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"--out {args.out}: the page's name must end in .html")
+    document = report(read_runs(args.runs), out)
+    write_json(args.json, document)
+    print(f"page: {out}")
+    return 0
+
+
+def report(runs: Sequence[Run], out: Path) -> dict[str, Any]:
+    """Write the page and its figures, print the table; the numbers as a document."""
+    summary = summarise(runs)
+    with progress("report", len(page.SECTIONS) + len(runs)) as advance:
+        drawn = page.draw(runs, summary)
+        advance("figures", len(page.SECTIONS))
+        timelines, steps = [], []
+        for at, one in enumerate(runs):
+            entry, step = _timeline(one, f"timeline-{at + 1}", drawn)
+            timelines.append(entry)
+            steps.append(step)
+            advance(f"simulated {one.name}", 1)
+    pictures = {name: page.png(figure) for name, figure in drawn.items()}
+    text = page.page(runs, summary, pictures, timelines)
+    _write({out: text.encode()} | {out.with_name(f"{out.stem}-{name}.png"): data for name, data in pictures.items()})
+    _show(summary)
+    return _document(summary, steps)
+
+
+def _timeline(run: Run, name: str, drawn: dict[str, Any]) -> tuple[tuple[str, str, str], dict[str, Any]]:
+    """The run's simulated step: drawn into `drawn`, or why there is none; its place on the page, its numbers."""
+    try:
+        result = simulated(run)
+    except UsageError as error:
+        return ("", run.name, f"No timeline: {error}."), {"why_not": str(error)}
+    drawn[name] = planner_figures.timeline(result, f"{run.name}: {result.makespan:.3g} s a step")
+    spent = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in result.spent.items())
+    words = (
+        f"One pipeline, a band a rank: above what it computes, below what its port sends; outlined in black what the "
+        f"step waits for ({spent}). The simulator's network at the recorded rate; how long computing takes is fitted "
+        f"so that the step lasts the measured {result.makespan:.3g} s."
+    )
+    return (name, run.name, words), {"step_s": result.makespan, "critical_path_s": result.spent, "idle": result.bubble}
+
+
+def _write(files: dict[Path, bytes]) -> None:
+    for path, data in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _show(summary: Summary) -> None:
+    target = "–" if summary.target is None else f"{summary.target:.4g}"
+    columns = ("run", "steps", "seconds", "held-out", f"s to {target}", "speed-up", "sent", "fewer than fp32")
+    rows = [
+        (line.name, line.steps, line.seconds, line.held_out, line.to_loss, line.speedup, show_bytes(line.bytes),
+         line.saving)
+        for line in summary.lines
+    ]  # fmt: skip
+    table("Runs", columns, rows, " ".join(page.headline(summary)))
+    for note in summary.notes:
+        print(f"note: {note}")
+
+
+def _document(summary: Summary, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    rows = [
+        {**asdict(line), "fewer_than_fp32": line.saving, "simulated": step} for line, step in zip(summary.lines, steps)
+    ]
+    return {"target_loss": summary.target, "runs": rows, "notes": list(summary.notes)}

@@ -1,0 +1,262 @@
+"""The report as one HTML page that needs nothing else: figures are inside it, and it loads no other file."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from thinwire.report import figures
+from thinwire.report.runs import CHANNELS, Run
+from thinwire.report.summary import Line, Summary, differences
+from thinwire.units import show_bytes
+
+DPI = 150
+ABSENT = "–"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A figure's place on the page: its file name, heading, what to see in it, and what is said without it."""
+
+    name: str
+    title: str
+    draw: figures.Draw
+    caption: str
+    without: str
+
+
+SECTIONS = (
+    Section(
+        "loss-time", "Held-out loss against time", figures.loss_time,
+        "Lower and further left is better. The dashed line is the worst of the final losses; the rings show when each "
+        "run is there, on the straight line between two evaluations.",
+        "no held-out loss was measured",
+    ),
+    Section(
+        "loss-bytes", "Held-out loss against bytes", figures.loss_bytes,
+        "The same losses against what all ranks had sent by then. The axis is logarithmic: the distance between two "
+        "curves is the factor between their bytes. Before the first byte there is nothing to show.",
+        "no held-out loss was measured after the first byte was sent",
+    ),
+    Section(
+        "training", "Training loss", figures.training,
+        "Thin: every step; thick: the running mean. Curves that lie on each other mean that compression did not "
+        "change the training.",
+        "no training loss was recorded",
+    ),
+    Section(
+        "bytes", "Bytes by channel", figures.channels,
+        "Left: what each run sent, and by which channel. Right: the shares, which say what is worth compressing next.",
+        "no byte was sent between ranks",
+    ),
+    Section(
+        "errors", "Compression error", figures.errors,
+        "How far what arrived was from what was meant: ‖meant − arrived‖ / ‖meant‖, logarithmic. Thin: every step; "
+        "thick: the running mean. Gradients may stand at a high error: error feedback sends later what was left out.",
+        "no compression error was measured (nothing was compressed, or the run did not record it)",
+    ),
+    Section(
+        "hit-rate", "Samples that both ends remember", figures.hit_rate,
+        "The share of samples sent as a change against their last visit. It is 0 in the first pass over the data and "
+        "should stay near 100 % after it; if it does not, the memory's capacity is too small.",
+        "no run keeps activations by sample (delta memory)",
+    ),
+    Section(
+        "step-time", "Step time", figures.step_time,
+        "Above: seconds a step. Below: how many of them a rank waited for the gradient exchange after its own work was "
+        "done. Thin: every step; thick: the running median.",
+        "no step was timed",
+    ),
+)  # fmt: skip
+
+
+def draw(runs: Sequence[Run], summary: Summary) -> dict[str, Figure]:
+    """Every figure that these runs have, by name."""
+    drawn = {section.name: section.draw(runs, summary) for section in SECTIONS}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def page(
+    runs: Sequence[Run], summary: Summary, pictures: Mapping[str, bytes], timelines: Sequence[tuple[str, str, str]]
+) -> str:
+    """`pictures`: PNGs by name; `timelines`: per run its picture's name or "", a heading, and the words under it."""
+    names = ", ".join(run.name for run in runs)
+    body = [
+        f"<h1>{escape('Training run ' if len(runs) == 1 else 'Training runs ')}{escape(names)}</h1>",
+        f'<p class="quiet">{escape(_about(runs))}</p>',
+        *(f'<p class="lead">{escape(line)}</p>' for line in headline(summary)),
+        _notes(summary.notes),
+        "<h2>Results</h2>", _results(summary),
+        "<h2>Bytes sent</h2>", _sent(summary),
+        *(_section(section, pictures) for section in SECTIONS),
+        "<h2>A step in the simulator</h2>", *(_timeline(*entry, pictures) for entry in timelines),
+        "<h2>Configuration</h2>", _differences(runs), *_configurations(runs),
+    ]  # fmt: skip
+    style = Path(__file__).with_name("page.css").read_text()
+    head = (
+        '<meta charset="utf-8"/><meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<title>thinwire: {escape(names)}</title>\n<style>\n{style}</style>"
+    )
+    return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{_join(body)}\n</body>\n</html>\n'
+
+
+def headline(summary: Summary) -> list[str]:
+    """The result in words: each further run beside the first."""
+    first, *others = summary.lines
+    if not others:
+        return [_alone(first)]
+    return [_beside(line, first, summary.target) for line in others]
+
+
+def _alone(line: Line) -> str:
+    loss = "no held-out loss measured" if line.held_out is None else f"held-out loss {line.held_out:.4g}"
+    saved = "" if line.saving is None else f", {line.saving:.3g}× fewer than fp32 without compression"
+    return f"{line.steps} steps in {_time(line.seconds)}: {loss}, {show_bytes(line.bytes)} sent{saved}."
+
+
+def _beside(line: Line, first: Line, target: float | None) -> str:
+    if line.speedup is None:
+        return f"{line.name} and {first.name} cannot be compared by time to the same held-out loss."
+    when, gain = [_time(line.to_loss), _time(first.to_loss)], [_ratio(line.speedup, "faster", "slower")]
+    if line.bytes_to_loss and first.bytes_to_loss:
+        when = [f"{w} and {show_bytes(x.bytes_to_loss or 0)}" for w, x in zip(when, (line, first))]
+        gain.append(_ratio(first.bytes_to_loss / line.bytes_to_loss, "fewer bytes", "more bytes"))
+    return (
+        f"{line.name} reached held-out loss {target:.4g} after {when[0]}, {first.name} after {when[1]}: "
+        f"{' and '.join(gain)}."
+    )
+
+
+def _ratio(value: float, more: str, less: str) -> str:
+    return f"{value:.3g}× {more}" if value >= 1 else f"{1 / value:.3g}× {less}"
+
+
+def _about(runs: Sequence[Run]) -> str:
+    """What the runs have in common, as the first one records it."""
+    about, words = runs[0].about, []
+    mesh = about.get("mesh")
+    if isinstance(mesh, Mapping):
+        words.append(f"dp {mesh.get('dp')} × pp {mesh.get('pp')}, {mesh.get('schedule')}")
+    if isinstance(about.get("parameters"), int):
+        words.append(f"{about['parameters']:,} parameters".replace(",", " "))
+    if isinstance(about.get("samples"), int):
+        words.append(f"{about['samples']} training samples")
+    if isinstance(about.get("rate"), int | float):
+        words.append(f"links of {about['rate'] / 1e6:.4g} Mbit/s")
+    commits = dict.fromkeys(str(run.about["commit"]) for run in runs if run.about.get("commit"))
+    words += [f"commit {commit}" for commit in commits]
+    return " · ".join(words)
+
+
+def _results(summary: Summary) -> str:
+    target = "" if summary.target is None else f" {summary.target:.4g}"
+    columns = (
+        "run", "steps", "training time", "final held-out loss", f"time to loss{target}", "speed-up", "bytes sent",
+        "fewer than fp32",
+    )  # fmt: skip
+    rows = [
+        (line.name, str(line.steps), _time(line.seconds), _number(line.held_out), _time(line.to_loss),
+         _times(line.speedup), show_bytes(line.bytes), _times(line.saving))
+        for line in summary.lines
+    ]  # fmt: skip
+    words = (
+        f"Time to loss: the first time at the worst of the final losses. Speed-up: {summary.lines[0].name}'s time to "
+        "that loss over the run's own. Times leave out evaluation and checkpoints."
+    )
+    return _table(columns, rows) + f"<p>{escape(words)}</p>"
+
+
+def _sent(summary: Summary) -> str:
+    columns = ("run", *CHANNELS, "all", "fp32 would send")
+    rows = [
+        (line.name, *(show_bytes(line.channels[c]) for c in CHANNELS), show_bytes(line.bytes),
+         ABSENT if line.raw is None else show_bytes(line.raw))
+        for line in summary.lines
+    ]  # fmt: skip
+    words = "By all ranks together, as the channels count them; headers of TCP and IP come on top."
+    return _table(columns, rows) + f"<p>{escape(words)}</p>"
+
+
+def _section(section: Section, pictures: Mapping[str, bytes]) -> str:
+    head = f"<h2>{escape(section.title)}</h2>"
+    if section.name not in pictures:
+        return head + f'<p class="quiet">No figure: {escape(section.without)}.</p>'
+    return head + _figure(pictures[section.name], section.title, section.caption)
+
+
+def _timeline(name: str, title: str, words: str, pictures: Mapping[str, bytes]) -> str:
+    head = f"<h3>{escape(title)}</h3>"
+    if not name:
+        return head + f'<p class="quiet">{escape(words)}</p>'
+    return head + _figure(pictures[name], f"Simulated step of {title}", words, "broad")
+
+
+def _figure(png: bytes, title: str, caption: str, kind: str = "column") -> str:
+    data = base64.b64encode(png).decode()
+    image = f'<div class="{kind}"><img alt="{escape(title)}" src="data:image/png;base64,{data}"/></div>'
+    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        return ""
+    rows = [(key, *values) for key, values in differences(runs)]
+    if not rows:
+        return "<p>The runs have the same configuration.</p>"
+    return "<h3>Where the runs differ</h3>" + _table(("key", *(run.name for run in runs)), rows, "words")
+
+
+def _configurations(runs: Sequence[Run]) -> Iterable[str]:
+    for run in runs:
+        text = run.config or "(the run's folder has no run.toml)"
+        yield f"<h3>{escape(run.name)}: run.toml as given</h3><pre>{escape(_plain(text))}</pre>"
+
+
+def _plain(text: str) -> str:
+    """Without control characters, which no page may hold."""
+    return "".join(c for c in text if c in "\t\n" or (c.isprintable() or c == " "))
+
+
+def _notes(notes: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(_plain(note))}</li>" for note in notes)
+    return f'<ul class="notes">{items}</ul>' if items else ""
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
+    head = "".join(f"<th>{escape(_plain(c))}</th>" for c in columns)
+    body = "\n".join("<tr>" + "".join(f"<td>{escape(_plain(c))}</td>" for c in row) + "</tr>" for row in rows)
+    mark = f' class="{kind}"' if kind else ""
+    return f'<div class="wide"><table{mark}><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def _join(parts: Iterable[str]) -> str:
+    return "\n".join(part for part in parts if part)
+
+
+def _number(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.4g}"
+
+
+def _times(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.3g}×"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return ABSENT
+    if seconds < 600:
+        return f"{seconds:.3g} s"
+    minutes = seconds / 60
+    return f"{minutes:.3g} min" if minutes < 120 else f"{minutes / 60:.3g} h"
+
+
+def png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=DPI, format="png")
+    return buffer.getvalue()

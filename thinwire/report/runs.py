@@ -1,0 +1,196 @@
+"""Runs of `thinwire train` as the report reads them: a folder with run.toml and metrics.jsonl, made into series.
+
+A file that is cut off, or lacks a key, gives what it has and a note; a folder without metrics is a mistake.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import UsageError
+from thinwire.train.metrics import read_events
+
+CHANNELS = ("forward", "backward", "gradient", "embedding")
+METRICS = "metrics.jsonl"
+Event = Mapping[str, Any]
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run. `name` tells it from the others of the report; `notes` say what its files lack."""
+
+    folder: Path
+    name: str
+    config: str  # run.toml as given, "" where it is missing
+    about: Event  # the "run" event, empty where it is missing
+    steps: tuple[Event, ...]
+    evals: tuple[Event, ...]
+    ended: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def last_step(self) -> int:
+        return max((int(e["step"]) for e in (*self.steps, *self.evals)), default=0)
+
+    @property
+    def seconds(self) -> float | None:
+        """Training time to the last event."""
+        times = [number(e, "seconds") for e in (*self.steps[-1:], *self.evals[-1:])]
+        return max((t for t in times if t is not None), default=None)
+
+    @cached_property
+    def sent(self) -> dict[str, float]:
+        """Bytes by channel, all ranks, at the end."""
+        last = self.steps[-1] if self.steps else {}
+        return {channel: number(last, f"{channel}_bytes") or 0.0 for channel in CHANNELS}
+
+    @property
+    def total(self) -> float:
+        return sum(self.sent.values())
+
+    @property
+    def raw(self) -> float | None:
+        """What fp32 would have sent."""
+        return number(self.steps[-1], "raw_bytes") if self.steps else None
+
+    @property
+    def held_out(self) -> float | None:
+        """At the end of the run."""
+        curve = self.curve("seconds")
+        return curve[-1][1] if curve else None
+
+    def curve(self, across: str) -> list[Point]:
+        """Held-out loss against "seconds", "bytes" or "step"."""
+        return pairs(self.evals, across, "held_out")
+
+    def series(self, *keys: str) -> list[Point]:
+        """A number of the step events (a path of keys) against the step."""
+        return pairs(self.steps, "step", *keys)
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """run.toml parsed; UsageError where it cannot be."""
+        if not self.config:
+            raise UsageError("the folder has no run.toml")
+        try:
+            return tomllib.loads(self.config)
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"run.toml is not TOML: {error}") from None
+
+
+def number(event: Event, *keys: str) -> float | None:
+    """A finite number in an event, None for anything else."""
+    value: Any = event
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def pairs(events: Sequence[Event], across: str, *keys: str) -> list[Point]:
+    both = ((number(e, across), number(e, *keys)) for e in events)
+    return [(x, y) for x, y in both if x is not None and y is not None]
+
+
+def reached(curve: Sequence[Point], loss: float) -> float | None:
+    """Where the curve first is at `loss` or below, on the straight line between two evaluations."""
+    before: Point | None = None
+    for x, y in curve:
+        if y <= loss:
+            if before is None:
+                return x
+            return before[0] + (x - before[0]) * (before[1] - loss) / (before[1] - y)
+        before = x, y
+    return None
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """Every folder as a run; names that are not unique get the folder's."""
+    places = [Path(folder) for folder in folders]
+    for at, place in enumerate(places):
+        if place.resolve() in [p.resolve() for p in places[:at]]:
+            raise UsageError(f"{place}: given twice")
+    runs = [read_run(place) for place in places]
+    names = [run.name for run in runs]
+    return [replace(r, name=_unique(r, places)) if names.count(r.name) > 1 else r for r in runs]
+
+
+def _unique(run: Run, places: Sequence[Path]) -> str:
+    """The run's name and as many of its folder's last parts as tell it from the others."""
+    mine = run.folder.resolve().parts
+    for count in range(1, len(mine) + 1):
+        if sum(p.resolve().parts[-count:] == mine[-count:] for p in places) == 1:
+            break
+    return f"{run.name} ({'/'.join(mine[-count:])})"
+
+
+def read_run(folder: Path) -> Run:
+    path = folder / METRICS
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder; give the folder of a run, as `thinwire train` wrote it")
+    if not path.is_file():
+        raise UsageError(f"{folder} is no run: it has no {METRICS}; give the folder that `thinwire train` wrote")
+    events, notes = _events(path)
+    kinds = {kind: tuple(e for e in events if e.get("kind") == kind) for kind in ("run", "step", "eval", "end")}
+    if not kinds["step"] and not kinds["eval"]:
+        raise UsageError(f"{path} has no step and no evaluation yet: there is nothing to report")
+    about = kinds["run"][0] if kinds["run"] else {}
+    run = Run(
+        folder, str(about.get("name") or folder.resolve().name), _config(folder), about, kinds["step"], kinds["eval"],
+        bool(kinds["end"]),
+    )  # fmt: skip
+    return replace(run, notes=(*notes, *_lacks(run)))
+
+
+def _events(path: Path) -> tuple[list[Event], list[str]]:
+    """Whole events with a step number, and a note where the file holds more than these."""
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        read = read_events(path)
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not text: it is no metrics file of `thinwire train`") from None
+    events: list[Event] = [e for e in read if isinstance(e, Mapping) and number(e, "step") is not None]
+    if lines and not events:
+        raise UsageError(f"{path}: its first line is no event of `thinwire train`")
+    if len(read) < len(lines):
+        return events, [f"{METRICS} is damaged at line {len(read) + 1} of {len(lines)}: what follows is left out"]
+    dropped = len(read) - len(events)
+    return events, [f"{METRICS}: {dropped} lines are no events, and left out"] if dropped else []
+
+
+def _config(folder: Path) -> str:
+    path = folder / "run.toml"
+    try:
+        return path.read_text() if path.is_file() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from None
+
+
+def _lacks(run: Run) -> list[str]:
+    """What a reader of the run's numbers should know."""
+    notes = []
+    if not run.ended:
+        notes.append(f"the run has not ended: its last step so far is {run.last_step}")
+    if not run.config:
+        notes.append("the folder has no run.toml")
+    if not run.about:
+        notes.append(f"{METRICS} has no line about the run (mesh, wire, parameters)")
+    if run.held_out is None:
+        notes.append("no held-out loss was measured, so it cannot be compared by time to a loss")
+    losses = [e for e in run.steps if number(e, "loss") is None]
+    if losses:
+        notes.append(f"{len(losses)} steps have no finite loss, the first is {losses[0]['step']}")
+    skips = number(run.steps[-1], "skips") if run.steps else None
+    if skips:
+        notes.append(f"{skips:.0f} steps were rolled back (non-finite values)")
+    return notes

@@ -1,0 +1,116 @@
+"""The simulator's picture of a recorded run: its mesh, model, wire and rate, with compute fitted to the measured step.
+
+How long a stage computes is not recorded. It is chosen so that the simulated step lasts as long as the measured one
+(the median of the second half, when deltas are warm): what the picture adds is where that time goes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from thinwire.errors import UsageError
+from thinwire.planner import config as planner
+from thinwire.planner.model import work_from_flops
+from thinwire.planner.predict import predict
+from thinwire.planner.settings import Wire, read_wire
+from thinwire.planner.simulate import Result
+from thinwire.report.runs import Run, number
+from thinwire.train.config import ModelConfig, TrainConfig, read_config
+from thinwire.train.tokenizer import ByteTokenizer
+
+SLOWEST, FASTEST = 1e3, 1e18  # floating-point operations a second, between which the fit looks
+CLOSE = 1.001  # the fit's accuracy, as a ratio
+UNREADABLE = (OSError, json.JSONDecodeError, UnicodeDecodeError)
+
+
+def simulated(run: Run) -> Result:
+    """A step of the run; UsageError says why there is none."""
+    config = read_config({**run.document, "wire": run.about.get("wire") or {}})
+    if config.model.lora is not None:
+        raise UsageError("the simulator does not know adapters (LoRA), whose gradients are smaller than the model")
+    if config.optim.accumulate > 1:
+        raise UsageError("the simulator knows one pipeline pass a step, and this run accumulates several")
+    steps = [seconds for _, seconds in run.series("step_seconds")]
+    if not steps:
+        raise UsageError("no step was timed")
+    plan = planner.read_run(_document(run, config))
+    return _fit(plan, read_wire(config.wire, run.name), median(steps[len(steps) // 2 :]))
+
+
+def _document(run: Run, config: TrainConfig) -> dict[str, Any]:
+    """The run as `thinwire plan` reads it. A rate that was not recorded is taken as unlimited."""
+    mesh = config.mesh
+    rate = number(run.about, "rate")
+    return {
+        "model": _sizes(run, config),
+        "mesh": {"dp": mesh.dp, "pp": mesh.pp},
+        "schedule": {"name": mesh.schedule} | ({"virtual": mesh.virtual} if mesh.virtual else {}),
+        "batch": {"microbatches": mesh.microbatches, "size": config.microbatch},
+        "compute": {"flops": 1e9},
+        "network": {"rate": "unlimited" if rate is None else rate},
+    }
+
+
+def _sizes(run: Run, config: TrainConfig) -> dict[str, Any]:
+    """Layers, width, vocabulary: from the configuration, or from the checkpoint that it names."""
+    model = config.model
+    given = _checkpoint(run, model)
+    known = {
+        "layers": given.get("num_hidden_layers", given.get("n_layer", model.layers)),
+        "hidden": given.get("hidden_size", given.get("n_embd", model.hidden)),
+        "vocab": given.get("vocab_size", model.vocab) or _tokens(config),
+        "tied": bool(given.get("tie_word_embeddings", model.tied)),
+    }
+    total = number(run.about, "parameters")
+    embedding = known["vocab"] * known["hidden"] * (1 if known["tied"] else 2)
+    rest = 0 if total is None else max(0, round(total) - embedding)
+    return {**known, "seq": config.data.seq_len} | ({"parameters": rest} if rest >= known["hidden"] else {})
+
+
+def _checkpoint(run: Run, model: ModelConfig) -> Mapping[str, Any]:
+    """config.json of the model, looked for as given and from the run's folder; empty where sizes were given."""
+    name = model.path or model.config
+    if name is None:
+        return {}
+    for place in (Path(name), run.folder / name):
+        file = place / "config.json" if model.path else place
+        if file.is_file():
+            try:
+                read = json.loads(file.read_text())
+            except UNREADABLE as error:
+                raise UsageError(f"cannot read {file}: {error}") from None
+            if isinstance(read, Mapping):
+                return read
+    raise UsageError(f"the model's sizes are in {name}, which is not there any more")
+
+
+def _tokens(config: TrainConfig) -> int:
+    if config.data.tokenizer == "bytes" or (config.data.tokenizer == "auto" and config.model.path is None):
+        return ByteTokenizer.size
+    raise UsageError("the vocabulary's size is the tokenizer's, and not in run.toml")
+
+
+def _fit(plan: planner.Run, wire: Wire, seconds: float) -> Result:
+    """Bisect the speed of computing until the step takes `seconds`."""
+
+    def step(flops: float) -> Result:
+        work = work_from_flops(plan.model, plan.schedule.stages, plan.sequences, flops)
+        return predict(replace(plan, work=work), wire)
+
+    low, high = SLOWEST, FASTEST
+    best = step(high)
+    if best.makespan > seconds:
+        raise UsageError(
+            f"with no time to compute at all the simulated step takes {best.makespan:.3g} s, but {seconds:.3g} s was "
+            "measured: the recorded rate is not that of this network"
+        )
+    while high / low > CLOSE:
+        middle = (low * high) ** 0.5
+        best = step(middle)
+        low, high = (middle, high) if best.makespan > seconds else (low, middle)
+    return best

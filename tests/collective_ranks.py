@@ -19,6 +19,7 @@ COLLECTIVES = {
     "gtopk": k.GTopk(0.05), "gtopk coded": k.GTopk(0.05, "bf16", "coded"),
     "oktopk": k.OkTopk(0.05, tau=3, tau_prime=2), "oktopk coded": k.OkTopk(0.05, 4, 3, "int8", "coded"),
     "oktopk bf16": k.OkTopk(0.02, 5, 4, "bf16", "int32"),
+    "hierarchical": k.Hierarchical(k.Dense(), k.OkTopk(0.1), 1),
 }  # fmt: skip
 KINDS = ("similar", "unlike", "zero", "equal", "skewed", "sparse", "tiny")
 
@@ -51,20 +52,49 @@ def invariants(shapes: list[tuple[int, ...]]) -> list[str]:
     wrong = []
     for name, collective in COLLECTIVES.items():
         for shape in shapes:
+            runs = []
             for kind in KINDS:
                 state: dict[str, Tensor] = {}
-                for step in range(3):
+                for step in range(2):
                     u = gradient(kind, shape, rank, size, step)
                     mean, own = collective.exchange(u, state=state, step=step, seed=step)
-                    total, scale = own.clone(), u.abs().sum()
-                    dist.all_reduce(total)
-                    dist.all_reduce(scale)
-                    if float((total - size * mean).abs().max() if u.numel() else 0) > 1e-12 * float(scale) + 1e-300:
-                        wrong.append(f"{name}, {kind} {shape}, step {step}: sum of own differs")
-                    if any(not torch.equal(mean, other) for other in gather(mean, None)):
-                        wrong.append(f"{name}, {kind} {shape}, step {step}: ranks differ")
-                    if mean.shape != u.shape or not mean.isfinite().all():
-                        wrong.append(f"{name}, {kind} {shape}, step {step}: shape or values")
+                    runs.append((f"{name}, {kind} {shape}, step {step}", u, mean, own))
+            wrong += _wrong(runs, size)
+    dist.destroy_process_group()
+    return wrong
+
+
+def _wrong(runs: list[tuple[str, Tensor, Tensor, Tensor]], size: int) -> list[str]:
+    """What breaks the invariants in (label, u, mean, own), with few messages for all."""
+    out = [
+        f"{label}: shape or values" for label, u, mean, _ in runs if mean.shape != u.shape or not mean.isfinite().all()
+    ]
+    means, owns = (torch.stack([run[i].reshape(-1) for run in runs]) for i in (2, 3))
+    totals, scales = owns.clone(), torch.stack([u.abs().sum() for _, u, _, _ in runs])
+    dist.all_reduce(totals)
+    dist.all_reduce(scales)
+    others = gather(means, None)
+    for i, (label, u, _, _) in enumerate(runs):
+        worst = float((totals[i] - size * means[i]).abs().max()) if u.numel() else 0.0
+        if worst > 1e-12 * float(scales[i]) + 1e-300:
+            out.append(f"{label}: sum of own differs")
+        if any(not torch.equal(means[i], other[i]) for other in others):
+            out.append(f"{label}: ranks differ")
+    return out
+
+
+def two_levels() -> list[str]:
+    """Two hosts of two: real subgroups, made by their members alone."""
+    dist.init_process_group("gloo")
+    size, rank = dist.get_world_size(), dist.get_rank()
+    runs = []
+    for across in (k.Dense(), k.OkTopk(0.1, values="int8", indices="coded")):
+        collective, state = k.Hierarchical(k.Quantized(8), across, per_host=2), {}
+        for step in range(3):
+            u = gradient("similar", (24, 31), rank, size, step)
+            mean, own = collective.exchange(u, state=state, step=step, seed=step)
+            runs.append((f"{across}, step {step}", u, mean, own))
+    wrong = _wrong(runs, size)
     dist.destroy_process_group()
     return wrong
 

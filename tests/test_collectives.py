@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collective_ranks import COLLECTIVES, KINDS, conservation, gradient, group_memories, invariants
+from collective_ranks import COLLECTIVES, KINDS, conservation, gradient, group_memories, invariants, two_levels
 
 import thinwire as tw
 from thinwire import collectives as k
@@ -33,6 +33,13 @@ def test_on_real_processes(size):
         assert errors[name][-1] < 1e-3 * errors[name][0] + 1e-6, (name, errors[name][-1])
 
 
+@pytest.mark.timeout(100)
+def test_two_levels_on_real_processes():
+    with Network(hosts=4, preload=PRELOAD) as net:
+        for wrong in net.run(two_levels, timeout=60, echo=False):
+            assert wrong == []
+
+
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_alone_it_is_the_codec(name):
     """World size 1: own is the mean, without a process group."""
@@ -49,7 +56,10 @@ def test_alone_it_is_the_codec(name):
     (lambda: k.OkTopk(0), "density"), (lambda: k.OkTopk(0.1, tau=0), "tau"),
     (lambda: k.OkTopk(0.1, values="fp4"), "fp4"),
     (lambda: k.TopkDSA(0.1, indices="zip"), "zip"), (lambda: k.Gather(3), "codec"), (lambda: k.LowRank(0), "rank"),
-    (lambda: tw.Channel(3), "collective"),
+    (lambda: tw.Channel(3), "collective"), (lambda: k.OkTopk(0.1, scope="layer"), "scope"),
+    (lambda: k.OkTopk(0.1, xi_every=-1), "xi_every"), (lambda: k.Hierarchical(k.Dense(), 3), "across"),
+    (lambda: k.Hierarchical(k.Dense(), k.LowRank(2)), "matrices"),
+    (lambda: k.Hierarchical(k.Dense(), k.Dense(), per_host=0), "per_host"),
 ])  # fmt: skip
 def test_bad_settings(build, said):
     with pytest.raises(ValueError, match=said):

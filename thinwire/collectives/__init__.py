@@ -2,8 +2,9 @@
 
 from thinwire.collectives.base import Collective
 from thinwire.collectives.dense import Dense, Gather, Quantized, TwoHop
+from thinwire.collectives.hierarchical import Hierarchical
 from thinwire.collectives.lowrank import LowRank
-from thinwire.collectives.oktopk import OkTopk
+from thinwire.collectives.oktopk import OkTopk, xi
 from thinwire.collectives.sparse import GTopk, TopkAllgather, TopkDSA
 
 __all__ = [
@@ -11,10 +12,12 @@ __all__ = [
     "Dense",
     "GTopk",
     "Gather",
+    "Hierarchical",
     "LowRank",
     "OkTopk",
     "Quantized",
     "TopkAllgather",
     "TopkDSA",
     "TwoHop",
+    "xi",
 ]

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives import groups
+
 State = dict[str, Tensor]
 
 BUCKET = 4  # peers a message is exchanged with before those of the next are waited for
@@ -62,6 +64,22 @@ def world(group: Any) -> tuple[int, int]:
         return 1, 0
     group = unmetered(group)
     return dist.get_world_size(group), dist.get_rank(group)
+
+
+def is_alone() -> bool:
+    """Is there no process group at all?"""
+    return not dist.is_available() or not dist.is_initialized()
+
+
+def whole(group: Any) -> Any:
+    """The group meant by None is the default one, which may be another tomorrow."""
+    return dist.group.WORLD if group is None else group
+
+
+def subgroup(members: Sequence[int], group: Any) -> Any:
+    """A group of some members, by their rank in `group`, while all of `group` make one each."""
+    ranks = dist.get_process_group_ranks(group)
+    return groups.new_group([ranks[m] for m in members], group)
 
 
 def gather(x: Tensor, group: Any) -> list[Tensor]:

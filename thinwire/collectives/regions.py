@@ -16,7 +16,7 @@ from thinwire.codecs.entries import Entries
 from thinwire.collectives.base import arriving, gather, swap, world
 from thinwire.kernels import select
 
-CROWDED = 4.0  # an owner with this many times the average hands entries to others before the all-gather
+CROWDED = 2.0  # an owner with this many times the average hands entries to others before the all-gather
 
 Picked = tuple[Tensor, Tensor]  # (int64[k] ascending, values[k])
 
@@ -62,7 +62,8 @@ def split_and_reduce(
     mine = (rank - shift) % size
     parts = cut(picked, bounds)
     counts = [index.numel() for index, _ in parts]
-    column = [row[mine] for row in torch.stack(gather(torch.tensor(counts), group)).tolist()]
+    everybody = gather(torch.tensor(counts, device=picked[0].device), group)
+    column = torch.stack(everybody)[:, mine].tolist()
     messages = [code.encode(*part, length) for part, length in zip(parts, lengths)]
     outgoing = [messages[(owner - shift) % size] for owner in range(size)]
     dtype = picked[1].dtype
@@ -75,35 +76,39 @@ def split_and_reduce(
     return region, mine, join([(i + lo, v) for (i, v), lo in zip(decoded, bounds)])
 
 
-def balanced_gather(picked: Picked, counts: list[int], n: int, code: Entries, group: Any) -> list[Picked]:
-    """Every member's entries to every member; crowded ones hand over contiguous shares first. In member order."""
-    size, _ = world(group)
+def balanced_gather(picked: Picked, counts: list[int], shift: int, n: int, code: Entries, group: Any) -> Picked:
+    """Every owner's entries to every member, ascending; crowded owners hand over contiguous shares first."""
+    size, rank = world(group)
+    owners = [(region + shift) % size for region in range(size)]
     if max(counts) * size > CROWDED * sum(counts):
-        picked, counts = _hand_over(picked, counts, n, group)
+        picked, counts = _hand_over(picked, counts, owners, n, group)
     dtype = picked[1].dtype
     message = code.encode(*picked, n)
     arrived = swap([message] * size, [code.nbytes(n, c, dtype) for c in counts], group)
-    return [code.decode(wire, n, c, dtype) for wire, c in zip(arrived, counts)]
+    return join([
+        picked if owner == rank and code.is_exact else code.decode(arrived[owner], n, counts[owner], dtype)
+        for owner in owners
+    ])  # fmt: skip
 
 
-def _hand_over(picked: Picked, counts: list[int], n: int, group: Any) -> tuple[Picked, list[int]]:
-    """Entries in member order, re-cut into P shares that differ by at most one; exact values, only what moves."""
+def _hand_over(picked: Picked, counts: list[int], owners: list[int], n: int, group: Any) -> tuple[Picked, list[int]]:
+    """All entries, ascending, re-cut into P shares that differ by at most one; exact values, only what moves."""
     size, rank = world(group)
     index, values = picked
     exact = Entries("fp32", "int32")
-    starts = [0, *accumulate(counts)]
+    starts = [0, *accumulate(counts[owner] for owner in owners)]
     shares = [starts[-1] * j // size for j in range(size + 1)]
+    place = {owner: region for region, owner in enumerate(owners)}
 
     def overlap(owner: int, taker: int) -> tuple[int, int]:
-        low, high = max(starts[owner], shares[taker]), min(starts[owner + 1], shares[taker + 1])
-        return low, max(low, high)
+        low = max(starts[place[owner]], shares[place[taker]])
+        return low, max(low, min(starts[place[owner] + 1], shares[place[taker] + 1]))
 
     outgoing = []
     for taker in range(size):
-        low, high = (edge - starts[rank] for edge in overlap(rank, taker))
+        low, high = (edge - starts[place[rank]] for edge in overlap(rank, taker))
         outgoing.append(exact.encode(index[low:high], values[low:high], n))
     taken = [high - low for low, high in (overlap(owner, rank) for owner in range(size))]
     arrived = swap(outgoing, [exact.nbytes(n, c, values.dtype) for c in taken], group)
-    index, values = join([exact.decode(w, n, c, values.dtype) for w, c in zip(arrived, taken)])
-    order = index.argsort()
-    return (index[order], values[order]), [b - a for a, b in pairwise(shares)]
+    parts = [exact.decode(arrived[owner], n, taken[owner], values.dtype) for owner in owners]
+    return join(parts), [shares[place[j] + 1] - shares[place[j]] for j in range(size)]

@@ -77,7 +77,7 @@ class TopkDSA(Collective):
         region, _, sent = split_and_reduce(picked, bounds, 0, code, group)
         own = put(n, *sent)
         index = torch.nonzero(region).reshape(-1)
-        counts = [int(c) for c in gather(torch.tensor([index.numel()]), group)]
+        counts = [int(c) for c in gather(torch.tensor([index.numel()], device=u.device), group)]
         full = [3 * c > b - a for c, a, b in zip(counts, bounds, bounds[1:])]
         sizes = [
             EXACT.nbytes((b - a,), u.dtype) if whole else code.nbytes(b - a, c, u.dtype)
@@ -125,11 +125,10 @@ class GTopk(Collective):
         own, levels = put(n, *held), [1 << level for level in range((size - 1).bit_length())]
         for level in levels:
             if rank % (2 * level) == level:
-                _one_way(wire, rank - level, size, rank, 0, group)
+                _send(wire, rank - level, group)
                 break
-            received = _one_way(None, None, size, rank, wire.numel() if rank + level < size else 0, group, rank + level)
-            if received is not None:
-                total = _merged(held, code.decode(received, n, k, u.dtype))
+            if rank + level < size:
+                total = _merged(held, code.decode(_receive(wire, rank + level, group), n, k, u.dtype))
                 place, values = select.top(total[1], k)
                 wire = code.encode(total[0][place], values, n)
                 held = code.decode(wire, n, k, u.dtype)
@@ -142,11 +141,9 @@ class GTopk(Collective):
         """The root's message, passed down the same tree."""
         for level in reversed(levels):
             if rank % (2 * level) == level:
-                received = _one_way(None, None, size, rank, wire.numel(), group, rank - level)
-                assert received is not None
-                wire = received
+                wire = _receive(wire, rank - level, group)
             elif rank % (2 * level) == 0 and rank + level < size:
-                _one_way(wire, rank + level, size, rank, 0, group)
+                _send(wire, rank + level, group)
         return wire
 
 
@@ -157,11 +154,13 @@ def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return index, values.new_zeros(index.numel()).index_add_(0, place, values)
 
 
-def _one_way(
-    wire: Tensor | None, to: int | None, size: int, rank: int, nbytes: int, group: Any, source: int = -1
-) -> Tensor | None:
-    """Send to one member, or receive nbytes from one."""
-    empty = torch.empty(0, dtype=torch.uint8)
-    outgoing = [wire if j == to and wire is not None else empty for j in range(size)]
-    incoming = swap(outgoing, [nbytes if j == source else 0 for j in range(size)], group)
-    return incoming[source] if nbytes else None
+def _send(wire: Tensor, to: int, group: Any) -> None:
+    """To one member."""
+    size, _ = world(group)
+    swap([wire if j == to else wire[:0] for j in range(size)], [0] * size, group)
+
+
+def _receive(like: Tensor, source: int, group: Any) -> Tensor:
+    """From one member, as many bytes as `like` has."""
+    size, _ = world(group)
+    return swap([like[:0]] * size, [like.numel() if j == source else 0 for j in range(size)], group)[source]

@@ -1,0 +1,137 @@
+"""The drop-in examples, each as a user would run it, on two processes of one host.
+
+Ranks are forks of one process that has imported the trainers already: importing them takes longer than the runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.errors import UsageError
+from thinwire.lab import Network, check
+from thinwire.parallel import ddp
+from thinwire.parallel.trainers import compress_trainer
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PRELOAD = (
+    "torch", "torch._dynamo", "torch.distributed.checkpoint", "sklearn.datasets", "accelerate", "transformers",
+    "transformers.trainer", "transformers.models.llama.modeling_llama", "lightning", "test_examples_ddp",
+)  # fmt: skip
+needs_lab = [
+    pytest.mark.lab,
+    pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)"),
+    pytest.mark.timeout(240),
+]
+
+
+def run_example(name: str, *words: str) -> dict[str, Any]:
+    """The script as __main__; what it printed, and what is left in the handle that it made."""
+    handles, attach = [], ddp.CompressedDDP.__init__
+
+    def keep(handle: ddp.CompressedDDP, *arguments: Any) -> None:
+        attach(handle, *arguments)
+        handles.append(handle)
+
+    ddp.CompressedDDP.__init__ = keep
+    torch.set_num_threads(1)
+    sys.argv = [name, *words]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    (handle,) = handles
+    state = handle.state_dict()
+    return {
+        "printed": printed.getvalue(),
+        "weights": torch.cat([p.detach().reshape(-1) for p in handle.model.module.parameters()]),
+        "owed": sum(float(v.abs().sum()) for n, v in state.items() if "/e/" in n),
+        "reductions": handle.reducer.exchange.steps,
+        "compressing": handle.compressing,
+    }
+
+
+@pytest.fixture(scope="module")
+def host():
+    with Network(hosts=1, preload=PRELOAD) as net:
+        yield lambda *words: list(net.run(run_example, *words, per_host=2, timeout=100, echo=False))
+
+
+def check_compressed(found: list[dict[str, Any]]) -> None:
+    """Gradients were compressed on both ranks, and yet the ranks have the same weights, bit for bit."""
+    assert all(one["owed"] > 0 and one["compressing"] for one in found)
+    assert found[0]["owed"] != found[1]["owed"]
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+
+
+def losses(found: list[dict[str, Any]]) -> list[float]:
+    return [float(x) for x in re.findall(r"loss'?:? '?([\d.]+)", found[0]["printed"])]
+
+
+class TestInTheLab:
+    pytestmark = needs_lab
+
+    def test_plain_ddp(self, host):
+        found = host("ddp_plain.py", "--steps", "150")
+        check_compressed(found)
+        assert found[0]["reductions"] == 150
+        accuracy = float(re.search(r"accuracy ([\d.]+)", found[0]["printed"])[1])
+        assert accuracy > 0.8, found[0]["printed"]
+
+    def test_accelerate(self, host, tmp_path):
+        """512 samples, two ranks of batch 16, two batches a step: 8 reductions an epoch, not 16."""
+        found = host("accelerate_loop.py", "--epochs", "8", "--save", str(tmp_path / "state"))
+        check_compressed(found)
+        assert found[0]["reductions"] == 8 * 8
+        assert sum(losses(found)[-3:]) < 0.9 * sum(losses(found)[:3]), found[0]["printed"]
+        saved = [torch.load(tmp_path / "state" / f"thinwire-{rank}.pt") for rank in (0, 1)]
+        assert all(name.startswith(f"rank{r}of2/") for r, state in enumerate(saved) for name in state)
+
+    def test_hugging_face_trainer_and_its_checkpoints(self, host, tmp_path):
+        """Eight steps of two batches each; the last four again from the checkpoint between: the same bits."""
+        found = host("hf_trainer.py", "--out", str(tmp_path))
+        check_compressed(found)
+        assert found[0]["reductions"] == 8
+        assert losses(found)[7] < 0.95 * losses(found)[0], found[0]["printed"]
+        shutil.rmtree(tmp_path / "checkpoint-8")
+        again = host("hf_trainer.py", "--out", str(tmp_path), "--resume")
+        assert torch.equal(again[0]["weights"], found[0]["weights"])
+        assert [one["owed"] for one in again] == [one["owed"] for one in found]
+
+    def test_lightning_and_its_checkpoints(self, host, tmp_path):
+        """Two epochs of 8 steps at once, or one, a checkpoint and another: the same bits."""
+        found = host("lightning_ddp.py", "--out", str(tmp_path / "whole"))
+        check_compressed(found)
+        assert found[0]["reductions"] == 16
+        assert losses(found)[-1] < losses(found)[0], found[0]["printed"]
+        host("lightning_ddp.py", "--out", str(tmp_path / "parts"), "--epochs", "1")
+        again = host("lightning_ddp.py", "--out", str(tmp_path / "parts"), "--resume")
+        assert torch.equal(again[0]["weights"], found[0]["weights"])
+        assert [one["owed"] for one in again] == [one["owed"] for one in found]
+
+
+@pytest.mark.timeout(120)
+def test_plain_ddp_under_torchrun():
+    """Without the lab, by the command in its docstring."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, str(EXAMPLES / "ddp_plain.py"), "--steps", "5"],
+        capture_output=True, text=True, timeout=110, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "compressing: True" in done.stdout
+
+
+def test_another_trainer_is_refused():
+    with pytest.raises(UsageError, match="Hugging Face or Lightning trainer, not dict"):
+        compress_trainer({})

@@ -6,9 +6,12 @@ Each is the leader of its own process group, with its output and its result comi
 
 from __future__ import annotations
 
+import atexit
 import os
 import selectors
 import signal
+import sys
+import threading
 import time
 import traceback
 import types
@@ -147,16 +150,28 @@ class Ranks:
 
 
 def _perform(program: Program, seat: Seat, outputs: list[int], namespace: int) -> None:
-    """In the child: be the rank, then leave by SystemExit, so that the interpreter ends in its usual way."""
+    """In the child: be the rank, then leave. This does not return."""
     try:
         _become(seat, outputs, namespace)
         program.perform(seat, outputs[2])
-    except SystemExit:
-        raise
+        _leave(0)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        _leave(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
     except BaseException as error:
         traceback.print_exception(error.with_traceback(_without_lab(error.__traceback__)))
-        raise SystemExit(1) from None
-    raise SystemExit(0)
+        _leave(1)
+
+
+def _leave(status: int) -> None:
+    """End as the interpreter would (threads joined, exit functions run, output flushed), but without unloading
+    libraries: in a forked process some of them only fill the screen with what they could not unload."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _without_lab(trace: types.TracebackType | None) -> types.TracebackType | None:

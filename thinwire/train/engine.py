@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -71,7 +72,10 @@ class Piped:
         self, config: TrainConfig, wire: Wire, mesh: Mesh, stages: Mapping[int, Stage], samples: int,
         say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        count, device = len(config.mesh.plan().rank_of), next(stages[min(stages)].parameters()).device
+        self.rank_of, self.group, self.microbatches = config.mesh.plan().rank_of, mesh.pp, config.mesh.microbatches
+        some = next(iter(stages.values()))
+        self.width, self.dtype = some.config.hidden_size, next(some.parameters()).dtype
+        count, device = len(self.rank_of), next(some.parameters()).device
         self.parts = [
             CompressedStage(
                 _casting(stage, config), index, count, device, group=mesh.pp, wire=wire, seed=config.run.seed,
@@ -89,15 +93,35 @@ class Piped:
     def run(self, batch: Batch, train: bool, upcoming: Tensor | None = None) -> Tensor | None:
         """This replica's loss on the rank of the last stage, None elsewhere. `upcoming`: the next pass's ids."""
         self.loss.labelled = batch.labelled
+        if not train:
+            return self._evaluate(batch)
         losses: list[Tensor] = []
-        said: dict[str, Any] = {"shape": tuple(batch.inputs.shape)} if self.first else {}
-        if self.first and train:
-            said |= {"ids": batch.ids, "next_ids": upcoming}
-        run = self.schedule.step if train else self.schedule.eval
-        with self.pipeline.step(train=train, **said):
+        said = {"shape": tuple(batch.inputs.shape), "ids": batch.ids, "next_ids": upcoming} if self.first else {}
+        with self.pipeline.step(**said):
             target = {"target": batch.labels, "losses": losses} if self.last else {}
-            run(*((batch.inputs,) if self.first else ()), **target)
+            self.schedule.step(*((batch.inputs,) if self.first else ()), **target)
         return torch.stack([loss.detach() for loss in losses]).sum() if self.last else None
+
+    @torch.no_grad()
+    def _evaluate(self, batch: Batch) -> Tensor | None:
+        """Forward only, uncompressed, micro-batch by micro-batch: torch's V schedules cannot leave backward out."""
+        total, sends, mine = torch.zeros(()), [], {part.stage_index: part for part in self.parts}
+        for tokens, labels in zip(batch.inputs.chunk(self.microbatches), batch.labels.chunk(self.microbatches)):
+            x = tokens
+            for stage, rank in enumerate(self.rank_of):
+                if stage not in mine:
+                    continue
+                if stage > 0 and self.rank_of[stage - 1] != rank:
+                    x = torch.empty(*tokens.shape, self.width, dtype=self.dtype)
+                    dist.recv(x, group=self.group, group_src=self.rank_of[stage - 1])
+                x = mine[stage].submod(x)
+                if stage == len(self.rank_of) - 1:
+                    total += self.loss(x, labels)
+                elif self.rank_of[stage + 1] != rank:
+                    sends.append((dist.isend(x, group=self.group, group_dst=self.rank_of[stage + 1]), x))
+        for work, _ in sends:
+            work.wait()
+        return total if self.last else None
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.pipeline.state_dict()

@@ -1,0 +1,112 @@
+"""`thinwire train` on real processes: a mesh equals one process, stopping changes nothing, killing changes nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+
+import pytest
+from train_ranks import MAX, live, settings, several
+
+from thinwire.lab import Network, check
+from thinwire.lab.errors import LabError
+from thinwire.train.metrics import read_events
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)"),
+]
+PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.loop")
+SQUARE = {"dp": 2, "pp": 2}
+
+
+def losses(out) -> list[tuple[int, float]]:
+    return [(e["step"], e["loss"]) for e in read_events(out / "metrics.jsonl") if e["kind"] == "step"]
+
+
+def held_out(out) -> list[float]:
+    return [e["held_out"] for e in read_events(out / "metrics.jsonl") if e["kind"] == "eval"]
+
+
+def merged(ranks) -> list[dict[str, float]]:
+    """Per run, all ranks' parameters together; replicas must agree to the bit."""
+    out = []
+    for runs in zip(*ranks):
+        whole: dict[str, float] = {}
+        for one in runs:
+            for name, value in one.items():
+                assert whole.setdefault(name, value) == value, f"{name} differs between replicas"
+        out.append(whole)
+    return out
+
+
+@pytest.mark.timeout(280)
+def test_a_mesh_equals_one_process(tmp_path):
+    """Exact wire: 2×2 under several schedules, tied and untied, with accumulation: one loss curve."""
+    meshes = {
+        "1F1B": {**SQUARE}, "GPipe": {**SQUARE, "schedule": "GPipe"},
+        "interleaved": {**SQUARE, "schedule": "Interleaved1F1B", "virtual": 2},
+        "V": {**SQUARE, "schedule": "ZBVZeroBubble"},
+    }  # fmt: skip
+    with Network(hosts=1, preload=PRELOAD) as net:
+        alone = [settings(tmp_path / f"alone{tied}", model={"tied": tied}) for tied in (True, False)]
+        net.run(several, [(config, False) for config in alone], timeout=100, echo=False)
+    with Network(hosts=4, preload=PRELOAD) as net:
+        runs = [settings(tmp_path / name, mesh=mesh) for name, mesh in meshes.items()]
+        runs.append(settings(tmp_path / "untied", mesh=SQUARE, model={"tied": False}))
+        runs.append(settings(tmp_path / "accumulated", mesh=SQUARE, optim={"accumulate": 2}))
+        separate = {"embedding": {"sync": "separate"}}
+        runs.append(settings(tmp_path / "separate", separate, mesh=SQUARE))
+        merged(net.run(several, [(config, False) for config in runs], timeout=160, echo=False))
+    for name in (*meshes, "untied", "accumulated", "separate"):
+        expected = tmp_path / ("aloneFalse" if name == "untied" else "aloneTrue")
+        assert [s for s, _ in losses(tmp_path / name)] == list(range(1, 10))
+        for (step, a), (_, b) in zip(losses(tmp_path / name), losses(expected)):
+            assert abs(a - b) < 1e-5, (name, step, a, b)
+        for a, b in zip(held_out(tmp_path / name), held_out(expected)):
+            assert abs(a - b) < 1e-5, (name, a, b)
+
+
+@pytest.mark.timeout(280)
+def test_resuming_is_bitwise(tmp_path):
+    """From any checkpoint, uncompressed and with everything compressed: the same losses, the same weights."""
+    wires = {"off": {}, "max": MAX}
+    with Network(hosts=4, preload=PRELOAD) as net:
+        first = [(settings(tmp_path / name, wire, mesh=SQUARE), False) for name, wire in wires.items()]
+        whole = merged(net.run(several, first, timeout=120, echo=False))
+        again = []
+        for name, wire in wires.items():
+            for step in (3, 6):
+                out = tmp_path / f"{name}{step}"
+                folder = f"step-{step:08d}"
+                shutil.copytree(tmp_path / name / "checkpoints" / folder, out / "checkpoints" / folder)
+                again.append((settings(out, wire, mesh=SQUARE), True))
+        resumed = merged(net.run(several, again, timeout=120, echo=False))
+    for i, (config, _) in enumerate(again):
+        name = config.run.out
+        assert resumed[i] == whole[i // 2], name
+        expected = losses(tmp_path / ("off" if i < 2 else "max"))
+        assert losses(tmp_path / name) == expected[-len(losses(tmp_path / name)) :] != []
+
+
+@pytest.mark.timeout(600 if os.environ.get("THINWIRE_KILLS") else 280)
+def test_killed_ranks_change_nothing(tmp_path):
+    """kill -9 of a random rank at a random moment, restart with --resume: the weights of an undisturbed run."""
+    kills, rng = int(os.environ.get("THINWIRE_KILLS", 2)), random.Random(0)
+    smooth, rough = (settings(tmp_path / n, MAX, mesh=SQUARE, run={"checkpoint_every": 2}) for n in ("smooth", "rough"))
+    with Network(hosts=4, preload=PRELOAD) as net:
+        expected = merged(net.run(several, [(smooth, False)], timeout=100, echo=False))[0]
+        took = read_events(tmp_path / "smooth" / "metrics.jsonl")[-1]["seconds"]
+        for kill in range(kills):
+            job = net.start(live, rough, kill > 0, echo=False)
+            job.watch(3.0 + rng.random() * took)
+            if not job.done:
+                job.kill(rng.randrange(4))
+                with pytest.raises(LabError):
+                    job.wait(60)
+            if (tmp_path / "rough" / "checkpoints" / "step-00000009").exists():
+                shutil.rmtree(tmp_path / "rough" / "checkpoints" / "step-00000009")  # go on from an earlier one
+        final = merged(net.run(several, [(rough, True)], timeout=100, echo=False))[0]
+    assert final == expected
+    assert losses(tmp_path / "rough") == losses(tmp_path / "smooth")

@@ -1,0 +1,59 @@
+"""What the ranks of the training tests run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.train.config import TrainConfig, read_config
+from thinwire.train.loop import Trainer
+from thinwire.train.rank import train_rank
+
+SMALL: dict[str, dict[str, Any]] = {
+    "model": {"hidden": 32, "layers": 4, "heads": 4},
+    "data": {"seq_len": 32, "corpus_bytes": 6000, "held_out": 0.1},
+    "mesh": {"dp": 1, "pp": 1, "microbatches": 2},
+    "optim": {"batch": 8, "steps": 9, "warmup": 2, "lr": 3e-3},
+    "run": {"eval_every": 3, "checkpoint_every": 3, "keep": 9},
+}
+MAX = {
+    "forward": {
+        "codec": "quantize",
+        "bits": 3,
+        "memory": {"memory": "delta", "cold": {"codec": "quantize", "bits": 8}},
+    },
+    "backward": {"codec": "quantize", "bits": 4, "memory": "error_feedback"},
+    "gradient": {"collective": "ok_topk", "density": 0.05, "tau": 3, "tau_prime": 2},
+    "embedding": {"collective": "ok_topk", "density": 0.1, "sync": "fused"},
+}
+
+
+def settings(out: str | Path, wire: dict[str, Any] | None = None, **changed: dict[str, Any]) -> TrainConfig:
+    """SMALL with some keys changed, by section."""
+    document = {name: {**table, **changed.get(name, {})} for name, table in SMALL.items()}
+    document["run"]["out"] = str(out)
+    return read_config({**document, "wire": wire or {}})
+
+
+def digests(config: TrainConfig, resume: bool = False) -> dict[str, float]:
+    """Train; every parameter of this rank as a sum that any changed bit would change."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    trainer = Trainer(config, resume=resume, say=lambda line: None)
+    trainer.fit()
+    return {
+        name: float((p.detach().double().flatten() * torch.arange(1, p.numel() + 1).double().sqrt()).sum())
+        for name, p in trainer.parts.named.items()
+    }
+
+
+def several(configs: list[tuple[TrainConfig, bool]]) -> list[dict[str, float]]:
+    """One after the other, in one launch."""
+    return [digests(config, resume) for config, resume in configs]
+
+
+def live(config: TrainConfig, resume: bool) -> int:
+    return train_rank(config, resume, patience=20.0)

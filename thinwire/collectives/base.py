@@ -58,17 +58,17 @@ def unmetered(group: Any, nbytes: int = 0) -> Any:
     return group.group
 
 
-def world(group: Any) -> tuple[int, int]:
-    """(members, this member's rank in the group); (1, 0) without torch.distributed."""
-    if not dist.is_available() or not dist.is_initialized():
-        return 1, 0
-    group = unmetered(group)
-    return dist.get_world_size(group), dist.get_rank(group)
-
-
 def is_alone() -> bool:
     """Is there no process group at all?"""
     return not dist.is_available() or not dist.is_initialized()
+
+
+def world(group: Any) -> tuple[int, int]:
+    """(members, this member's rank in the group); (1, 0) without torch.distributed."""
+    if is_alone():
+        return 1, 0
+    group = unmetered(group)
+    return dist.get_world_size(group), dist.get_rank(group)
 
 
 def whole(group: Any) -> Any:

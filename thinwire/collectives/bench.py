@@ -15,17 +15,18 @@ from thinwire import collectives as room
 from thinwire.codecs import LowRank, Quantize, TopK
 from thinwire.codecs.entries import Entries
 from thinwire.collectives.base import Collective
-from thinwire.collectives.bench_ranks import HalfAllReduce, measure, selection
+from thinwire.collectives.bench_ranks import HalfHook, measure, selection
 from thinwire.errors import UsageError
 from thinwire.lab.network import Network
 from thinwire.planner import network as cost
 from thinwire.report.show import progress, table, write_json
-from thinwire.units import parse_rate, show_bytes, show_rate
+from thinwire.units import parse_rate, parse_time, show_bytes, show_rate
 
 LONG = 10.0  # seconds; an exchange predicted to take longer is done once
 LIMIT = 600.0  # seconds for one launch beyond what is predicted
 BITS, RANK = 4, 4  # of the dense rivals
-WORKERS = ("similar", "skewed")
+WORKERS = ("similar", "skewed", "adversarial")
+MODEL_HOSTS = tuple(2**i for i in range(1, 9))  # to 256: the closed forms, drawn as a model
 NOT_RUN = "torch's PowerSGD hook is not run: it calls a collective inside a future's callback and hangs on Gloo."
 CODINGS = (("fp32", "int32"), ("fp32", "coded"), ("int8", "coded"))
 
@@ -62,19 +63,24 @@ def run(args: argparse.Namespace) -> int:
     shape, k = _matrix(numel), TopK(args.density).count(numel)
     rows = _chosen(contestants(shape, args.density), args.only)
     results: list[dict[str, Any]] = []
+    settings = {"rate": rate, "numel": numel, "k": k, "density": args.density, "workers": args.workers}
+    settings |= {"latency": args.latency, "not_run": NOT_RUN, "model": _model(rows, k, rate, args.latency)}
+
+    def keep(latest: list[dict[str, Any]]) -> None:
+        """A run that is cut off leaves what it has measured."""
+        write_json(args.json, {**settings, "rows": results + latest})
+
     with progress("allreduce", len(hosts) * len(rows) * args.rounds) as advance:
         for size in hosts:
             with Network(hosts=size, rate=rate, latency=args.latency, preload=("thinwire.collectives.bench",)) as net:
-                bench = _Bench(net, rate, shape, args.workers, args.steps)
+                bench = _Bench(net, rate, shape, k, args.workers, args.steps)
                 picked = net.run(selection, numel, k, timeout=LIMIT, echo=False)[0]
-                results += bench.compare(rows, args.rounds, k, picked, advance)
+                results += bench.compare(rows, args.rounds, picked, advance, keep)
     _show(results, k, rate, args)
-    settings = {"rate": rate, "numel": numel, "k": k, "density": args.density, "workers": args.workers}
-    write_json(args.json, {**settings, "latency": args.latency, "not_run": NOT_RUN, "rows": results})
     if args.figure:
         from thinwire.collectives.bench_figure import draw
 
-        draw(results, args.figure, f"{numel:,} values, {100 * args.density:g} %, {show_rate(rate)}")
+        draw(results, settings["model"], args.figure, f"{numel:,} values, {100 * args.density:g} %, {show_rate(rate)}")
     return 0
 
 
@@ -87,7 +93,7 @@ def contestants(shape: tuple[int, int], density: float) -> dict[str, Row]:
     sides = (4.0 * n, 0.0) if raw else (4.0 * RANK * shape[0], 4.0 * RANK * shape[1])
     rows = {
         "dense (Gloo)": Row(room.Dense(), False, lambda p: cost.dense_ring(4 * n, p)),
-        "fp16 (torch's hook)": Row(HalfAllReduce(), False, lambda p: cost.dense_ring(2 * n, p)),
+        "fp16 (torch's DDP hook)": Row(HalfHook(), False, lambda p: cost.dense_ring(2 * n, p)),
         f"Quantized({BITS})": Row(room.Quantized(BITS), False, lambda p: cost.two_hop(coded, p)),
         f"LowRank({RANK})": Row(room.LowRank(RANK), False, lambda p: cost.low_rank(*sides, p)),
     }
@@ -124,13 +130,20 @@ class _Bench:
     net: Network
     rate: float | None
     shape: tuple[int, int]
+    k: int
     workers: str
     steps: int
 
     def compare(
-        self, rows: dict[str, Row], rounds: int, k: int, picked: dict[str, float], advance: Callable[[str, int], None]
+        self,
+        rows: dict[str, Row],
+        rounds: int,
+        picked: dict[str, float],
+        advance: Callable[[str, int], None],
+        keep: Callable[[list[dict[str, Any]]], None],
     ) -> list[dict[str, Any]]:
-        size = len(self.net.hosts)
+        """A result for each row; `keep` gets all there are after every launch."""
+        size, out = len(self.net.hosts), []
         idle = self._launch(room.Dense(), 0, 0.0)[1]  # what meeting and parting cost
         launches: dict[str, list[tuple[list[Any], float]]] = {name: [] for name in rows}
         for _ in range(rounds):
@@ -139,14 +152,16 @@ class _Bench:
                 steps = 1 if expected > LONG else self.steps
                 launches[name].append(self._launch(row.collective, steps, steps * expected))
                 advance(f"{name}, {size} hosts", 1)
-        out = [self._row(name, row, launches[name], idle, k, picked) for name, row in rows.items()]
-        dense = next((row["seconds"] for row in out if row["collective"].startswith("dense")), None)
-        return [row | {"times_dense": None if dense is None else dense / row["seconds"]} for row in out]
+                out = [self._row(n, rows[n], done, idle, picked) for n, done in launches.items() if done]
+                dense = next((row["seconds"] for row in out if row["collective"].startswith("dense")), None)
+                out = [row | {"times_dense": None if dense is None else dense / row["seconds"]} for row in out]
+                keep(out)
+        return out
 
     def _launch(self, collective: Collective, steps: int, expected: float) -> tuple[list[Any], float]:
         """(per rank and step what was measured, mean bytes a host sent as the lab counts them)."""
         limit = LIMIT + 4 * expected
-        results = self.net.run(measure, collective, self.shape, self.workers, steps, timeout=limit, echo=False)
+        results = self.net.run(measure, collective, self.shape, self.k, self.workers, steps, timeout=limit, echo=False)
         return list(results), results.total_sent / len(results)
 
     def _row(
@@ -155,7 +170,6 @@ class _Bench:
         row: Row,
         launches: list[tuple[list[Any], float]],
         idle: float,
-        k: int,
         picked: dict[str, float],
     ) -> dict[str, Any]:
         """Seconds: the slowest rank's, median over steps but the first of a launch, where thresholds are made."""
@@ -172,9 +186,21 @@ class _Bench:
             "seconds_all": slowest, "select": _selecting(name, row, picked),
             "wire": cost.Link(self.rate).occupied(counted), "predicted": row.predict(size).nbytes,
             "payload": payload, "payload_busiest": busiest, "beside": beside, "counted": counted,
-            "words_per_k": payload / 4 / k if row.sparse else None,
+            "words_per_k": payload / 4 / self.k if row.sparse else None,
             "passed": [int(step["passed"]) for step in launches[0][0][0]] if row.sparse else None,
         }  # fmt: skip
+
+
+def _model(rows: dict[str, Row], k: int, rate: float | None, latency: str) -> dict[str, list[dict[str, float]]]:
+    """Closed forms, per row and number of hosts: words per k and seconds of wire and latency, no computing."""
+    link = cost.Link(rate, parse_time(latency, "latency"))
+    return {
+        name: [
+            {"hosts": p, "words_per_k": row.predict(p).nbytes / 4 / k, "seconds": row.predict(p).seconds(link)}
+            for p in MODEL_HOSTS
+        ]
+        for name, row in rows.items()
+    }
 
 
 def _selecting(name: str, row: Row, picked: dict[str, float]) -> float | None:

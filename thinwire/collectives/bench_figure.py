@@ -1,4 +1,7 @@
-"""The figure of `thinwire bench allreduce`: seconds, and words per k, against the number of hosts."""
+"""The figure of `thinwire bench allreduce`: seconds, and words per k, against the number of hosts.
+
+Dots are measured; faint lines are the closed forms, a model without computing time.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,18 @@ COLOURS = {
 DASHES = {"fp32+int32": "-", "fp32+coded": "--", "int8+coded": ":"}
 
 
-def draw(rows: list[dict[str, Any]], path: str | Path, title: str) -> None:
+def draw(rows: list[dict[str, Any]], model: dict[str, list[dict[str, float]]], path: str | Path, title: str) -> None:
     figure = Figure(figsize=(13.0, 6.0), layout="constrained")
     left, right = figure.subplots(1, 2)
+    sparse = [row for row in rows if row["sparse"]]
+    modelled = [{"collective": name, **point} for name, points in model.items() for point in points]
     _lines(left, rows, "seconds")
+    _lines(left, modelled, "seconds", model=True)
     left.set(xlabel="hosts", ylabel="seconds per exchange", yscale="log", title=title)
-    _lines(right, [row for row in rows if row["sparse"]], "words_per_k")
-    hosts = sorted({row["hosts"] for row in rows})
+    _lines(right, sparse, "words_per_k")
+    names = {row["collective"] for row in sparse}
+    _lines(right, [row for row in modelled if row["collective"] in names], "words_per_k", model=True)
+    hosts = sorted({row["hosts"] for row in [*rows, *modelled]})
     right.plot(hosts, [6 * (p - 1) / p for p in hosts], color="#888888", linewidth=4, alpha=0.4, label="6(P−1)/P")
     right.set(xlabel="hosts", ylabel="payload words per rank and k, mean over ranks", yscale="log")
     for axes in (left, right):
@@ -38,9 +46,12 @@ def draw(rows: list[dict[str, Any]], path: str | Path, title: str) -> None:
         raise UsageError(f"cannot write {path}: {error}") from None
 
 
-def _lines(axes: Axes, rows: list[dict[str, Any]], value: str) -> None:
+def _lines(axes: Axes, rows: list[dict[str, Any]], value: str, model: bool = False) -> None:
     for name in dict.fromkeys(row["collective"] for row in rows):
         mine = [row for row in rows if row["collective"] == name]
         colour = next(c for start, c in COLOURS.items() if name.startswith(start))
         dash = next((d for coding, d in DASHES.items() if name.endswith(coding)), "-")
-        axes.plot([r["hosts"] for r in mine], [r[value] for r in mine], dash, color=colour, marker="o", label=name)
+        style: dict[str, Any] = {"alpha": 0.35, "lw": 0.9} if model else {"marker": "o", "label": name}
+        axes.plot([r["hosts"] for r in mine], [r[value] for r in mine], dash, color=colour, **style)
+    if model:
+        axes.plot([], [], color="#888888", alpha=0.35, lw=0.9, label="model (closed form)")

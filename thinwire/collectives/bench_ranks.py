@@ -14,8 +14,10 @@ import numba
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives.base import Collective, State, world
+from thinwire.collectives.base import Collective, State, is_alone, world
 from thinwire.kernels import select
 
 WARM = 1 << 12  # values of the exchange without a group that loads the compiled kernels
@@ -23,18 +25,37 @@ PAYLOAD = (torch.uint8, torch.float16, torch.float32)  # other dtypes are counts
 
 
 @dataclass(frozen=True)
-class HalfAllReduce(Collective):
-    """What torch's fp16_compress_hook sends: all-reduce of the halves, divided first so that sums fit."""
+class HalfHook(Collective):
+    """torch's own fp16_compress_hook, through DDP: a model of one parameter whose gradient is u."""
+
+    models: dict[int, DistributedDataParallel] = field(default_factory=dict, init=False, compare=False)
 
     def exchange(
         self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        size, _ = world(group)
-        half = u.to(torch.float16).div_(size)
-        own = half.to(u.dtype) * size
-        if size > 1:
-            dist.all_reduce(half, group=group)
-        return half.to(u.dtype), own
+        if is_alone():
+            return u, u
+        if u.numel() not in self.models:
+            model = DistributedDataParallel(_Product(u.numel()), process_group=group, init_sync=False)
+            model.register_comm_hook(group, fp16_compress_hook)
+            self.models[u.numel()] = model
+        model = self.models[u.numel()]
+        model.zero_grad()
+        model(u.reshape(-1)).backward()
+        mean, size = model.module.weight.grad, world(group)[0]
+        assert mean is not None
+        return mean.view(u.shape), (u.half() / size).to(u.dtype) * size
+
+
+class _Product(torch.nn.Module):
+    """x → w·x, whose gradient in w is x."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dot(self.weight, x)
 
 
 @dataclass
@@ -81,30 +102,34 @@ def tallied(size: int) -> Iterator[Tally]:
         yield tally
 
 
-def gradients(workers: str, shape: tuple[int, int], rank: int, size: int) -> Callable[[int], Tensor]:
+def gradients(workers: str, shape: tuple[int, int], k: int, rank: int, size: int) -> Callable[[int], Tensor]:
     """step → this rank's gradient. Similar workers share a signal twice their noise; skewed ones have all their large
-    values in one region each, another worker's by equal cuts."""
+    values in one region each, another worker's by equal cuts; adversarial ones have k large values in the region −rank,
+    so that no cyclic shift of owners keeps them home, and rank 1's are the largest, all in one owner's region."""
     n = shape[0] * shape[1]
 
     def draw(step: int) -> Tensor:
         x = torch.randn(n, generator=torch.Generator().manual_seed(1_000 * step + rank + 1))
         if workers == "similar":
             x.add_(torch.randn(n, generator=torch.Generator().manual_seed(1_000 * step)), alpha=2.0)
-        else:
+        elif workers == "skewed":
             low = (rank + 1) % size * n // size
             x[low : low + n // size] *= 1000
+        else:
+            place = (-rank % size * n // size + torch.arange(k)) % n
+            x.mul_(1e-4)[place] = (100.0 if rank == 1 else 10.0) * (1 + torch.rand(k))
         return x.view(shape)
 
     return draw
 
 
-def measure(collective: Collective, shape: tuple[int, int], workers: str, steps: int) -> list[dict[str, float]]:
+def measure(collective: Collective, shape: tuple[int, int], k: int, workers: str, steps: int) -> list[dict[str, float]]:
     """`steps` exchanges with error feedback; per step this rank's seconds and bytes."""
     _one_team()
     collective.exchange(torch.randn(WARM).view(64, -1), state={})
     dist.init_process_group("gloo")
     size, rank = world(None)
-    draw, rows = gradients(workers, shape, rank, size), []
+    draw, rows = gradients(workers, shape, k, rank, size), []
     state: State = {}
     residual: Tensor | float = 0.0
     dist.all_reduce(torch.ones(1))

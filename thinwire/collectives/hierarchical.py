@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import from_raw, raw_bytes
-from thinwire.collectives.base import Collective, State, is_alone, subgroup, swap, whole, world
+from thinwire.collectives.base import Collective, Metered, State, is_alone, subgroup, swap, unmetered, whole, world
 from thinwire.collectives.dense import Dense
 from thinwire.collectives.lowrank import LowRank
 from thinwire.collectives.regions import region_bounds
@@ -52,7 +52,7 @@ class Hierarchical(Collective):
     def exchange(
         self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        near, far = self._groups(group)
+        near, far = (Metered(g) for g in self._groups(group))
         size, rank = world(near)
         host = world(group)[1] // self.per_host
         with _part(state, "inside/") as part:
@@ -66,6 +66,7 @@ class Hierarchical(Collective):
             result, kept = self.across.exchange(carried, far, state=part, key=key, step=step, seed=outer)
         sizes = [(b - a) * u.element_size() for a, b in pairwise(bounds)]
         slices = swap([raw_bytes(result)] * size, sizes, near)
+        unmetered(group, near.sent + far.sent)
         own = own.clone().reshape(-1)
         own[mine] += size * (kept - carried)
         return torch.cat([from_raw(wire, u.dtype) for wire in slices]).view(u.shape), own.view(u.shape)
@@ -86,7 +87,7 @@ class Hierarchical(Collective):
         """(this host's members, the members of all hosts with this one's place)."""
         if is_alone():
             return None, None
-        (size, rank), group = world(group), whole(group)
+        (size, rank), group = world(group), whole(unmetered(group))
         if size % self.per_host:
             raise UsageError(f"per_host {self.per_host}: {size} members do not fill hosts of that size")
         if group not in self.groups:

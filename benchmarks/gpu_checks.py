@@ -1,4 +1,4 @@
-"""Bit-for-bit checks of the Triton kernels on a card, called by gpu_kernels.py.
+"""Bit-for-bit checks of the Triton kernels on a card, section `check` of gpu.py.
 
 The reference runs on the CPU: on a card, torch divides by a number by multiplying with its reciprocal, which
 is not the same bits.

@@ -1,132 +1,142 @@
-"""The Triton kernels on a card: every one checked bit for bit against the reference, then timed.
+"""Section `kernels` of gpu.py: every Triton kernel timed beside a copy, torch eager and torch.compile.
 
-    python3 benchmarks/gpu_kernels.py [--json PATH] [--only check|time]
-
-Needs torch, triton and numpy only. Rates are the bytes that must move (inputs read once, outputs written
-once) over the median time; "of copy" is that rate over a device-to-device copy in the same run. Exit status 1
-if any kernel differs from the reference.
+Rates are the bytes that must move (inputs read once, outputs written once) over the median time; "of copy" is that
+rate over a device-to-device copy in the same run. Eager and compiled are the plain-torch reference, or the torch
+function that does the same. Inputs are 1 GiB: smaller ones measure the launch as well.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from gpu_checks import BF16, BLOCK, F32, MSE, NEAREST, STOCHASTIC
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from gpu_checks import BF16, BLOCK, F32, MSE, NEAREST, STOCHASTIC, check, check_huge
 
 from thinwire.kernels import bits, checksum, delta, hadamard, indices, quantize, select, sign, ternary
 
+SIZE = 1 << 30  # bytes of input
+GOALS = {  # share of the copy's rate
+    "quantize 4 bits nearest": 0.95, "quantize 8 bits nearest": 0.95, "dequantize 4 bits": 0.9,
+    "dequantize 8 bits": 0.9, "encode delta 4 bits nearest": 0.85, "select 1 %, padded": 0.6,
+}  # fmt: skip
+COMPILED = [name for name in GOALS if "select" not in name]  # torch.compile has no answer to sizes that data decide
+
+
+class Row(NamedTuple):
+    name: str
+    moved: int  # bytes that must move
+    kernel: Callable
+    eager: Callable
+
 
 def both(op: Callable, *args, **kwargs) -> tuple[Callable, ...]:
-    """The op by Triton and in torch eager."""
-    return tuple(lambda impl=impl: op(*args, **kwargs, impl=impl) for impl in ("gpu", "reference"))
+    """The op by Triton and in torch eager. Memory to write to is given to the kernel only."""
+    given = {key: kwargs.pop(key) for key in ("out", "wire", "y") if key in kwargs}
+    return (lambda: op(*args, **kwargs, **given, impl="gpu")), (lambda: op(*args, **kwargs, impl="reference"))
 
 
-def float_timings(x: Tensor) -> Iterator[tuple]:
-    """(name, bytes that must move, kernel, the same in torch eager)."""
+def float_rows(x: Tensor) -> Iterator[Row]:
     n, size, k = x.numel(), x.element_size(), x.numel() // 100
-    h, y = (x * 0.9).to(BF16), torch.empty_like(x, dtype=BF16)
+    yield from code_rows(x)
+    wire = sign.encode_sign(x, BLOCK)
+    yield Row("encode sign", n * size + wire.numel(), *both(sign.encode_sign, x, BLOCK))
+    yield Row("decode sign", n * size + wire.numel(), *both(sign.decode_sign, wire, n, BLOCK, x.dtype))
+    yield Row("hadamard", n * (size + 4), *both(hadamard.rotate, x, BLOCK, 1))
+    yield Row("histogram", n * size, *both(select.histogram, x))
+    index, values = select.top(x, k)
+    moved, limit = n * size + k * (8 + size), values.abs().min()
+    yield Row("kth magnitude 1 %", n * size, both(select.kth_magnitude, x, k)[0], lambda: x.abs().topk(k))
+    yield Row("top 1 %", moved, both(select.top, x, k)[0], lambda: x.abs().topk(k))
+    room = torch.empty_like(index), torch.empty_like(values)
+    yield Row("select 1 %, padded", moved, *both(select.select_into, x, limit, *room))
+    yield Row("select 1 %", moved, *both(select.select, x, limit, k))
+    yield Row("scatter add 1 %", k * (8 + 3 * size), *both(select.scatter_add, x.clone(), index, values))
+    wire = indices.encode_indices(index, n)
+    yield Row("encode indices 1 %", k * 8 + wire.numel(), *both(indices.encode_indices, index, n))
+    yield Row("decode indices 1 %", k * 8 + wire.numel(), *both(indices.decode_indices, wire, n, k))
 
-    for b, mode in ((4, NEAREST), (4, STOCHASTIC), (4, MSE), (2, NEAREST), (3, NEAREST), (8, NEAREST)):
-        wire = quantize.quantize(x, b, BLOCK, impl="gpu", **mode)
-        name = f"{b} bits {next(iter(mode), 'nearest')}"
-        yield f"quantize {name}", n * size + wire.numel(), *both(quantize.quantize, x, b, BLOCK, **mode)
+
+def code_rows(x: Tensor) -> Iterator[Row]:
+    """Quantisation and the fused delta, into memory that is there."""
+    n, size = x.numel(), x.element_size()
+    for b, mode in ((4, NEAREST), (8, NEAREST), (2, NEAREST), (3, NEAREST), (4, STOCHASTIC), (4, MSE)):
+        wire, back = quantize.quantize(x, b, BLOCK, **mode), torch.empty_like(x)
+        moved, name = n * size + wire.numel(), f"{b} bits {next(iter(mode), 'nearest')}"
+        yield Row(f"quantize {name}", moved, *both(quantize.quantize, x, b, BLOCK, out=wire, **mode))
         if not mode:
             args = (wire, n, b, BLOCK, x.dtype)
-            yield f"dequantize {b} bits", n * size + wire.numel(), *both(quantize.dequantize, *args)
+            yield Row(f"dequantize {b} bits", moved, *both(quantize.dequantize, *args, out=back))
+    h, new = (x * 0.9).to(BF16), torch.empty_like(x, dtype=BF16)
     for mode in (NEAREST, STOCHASTIC):
-        args = (x, h, y, 4, BLOCK)
-        wire = delta.encode_delta(*args, gate=True, impl="gpu", **mode)
-        moved = n * (size + 4) + wire.numel()
-        name = f"encode delta 4 bits {next(iter(mode), 'nearest')}"
-        yield name, moved, *both(delta.encode_delta, *args, gate=True, **mode)
-    yield "decode delta 4 bits", moved, *both(delta.decode_delta, wire, h, y, 4, BLOCK, x.dtype, gate=True)
-    wire = sign.encode_sign(x, BLOCK, "gpu")
-    yield "encode sign", n * size + wire.numel(), *both(sign.encode_sign, x, BLOCK)
-    yield "decode sign", n * size + wire.numel(), *both(sign.decode_sign, wire, n, BLOCK, x.dtype)
-    yield "hadamard", n * (size + 4), *both(hadamard.rotate, x, BLOCK, 1)
-    yield "histogram", n * size, *both(select.histogram, x)
-    index, values = select.top(x, k, "gpu")
-    moved, limit = n * size + k * (8 + size), float(values.abs().min())
-    yield "kth magnitude 1 %", n * size, both(select.kth_magnitude, x, k)[0], lambda: x.abs().topk(k)
-    yield "top 1 %", moved, both(select.top, x, k)[0], lambda: x.abs().topk(k)
-    yield "select 1 %", moved, *both(select.select, x, limit, k)
-    yield "scatter add 1 %", k * (8 + 3 * size), *both(select.scatter_add, x, index, values)
-    wire = indices.encode_indices(index, n, "gpu")
-    yield "encode indices 1 %", k * 8 + wire.numel(), *both(indices.encode_indices, index, n)
-    yield "decode indices 1 %", k * 8 + wire.numel(), *both(indices.decode_indices, wire, n, k)
+        args = (x, h, new, 4, BLOCK)
+        wire = delta.encode_delta(*args, gate=True, **mode)
+        moved, name = n * (size + 4) + wire.numel(), f"encode delta 4 bits {next(iter(mode), 'nearest')}"
+        yield Row(name, moved, *both(delta.encode_delta, *args, gate=True, wire=wire, **mode))
+    args = (wire, h, new, 4, BLOCK, x.dtype)
+    yield Row("decode delta 4 bits", moved, *both(delta.decode_delta, *args, gate=True, y=back))
 
 
-def byte_timings(data: Tensor) -> Iterator[tuple]:
+def byte_rows(data: Tensor) -> Iterator[Row]:
     n = data.numel()
     for b in (1, 4):
         codes, wire = data >> (8 - b), data[: n * b // 8]
-        yield f"pack {b} bits", n + wire.numel(), *both(bits.pack, codes, b)
-        yield f"unpack {b} bits", n + wire.numel(), *both(bits.unpack, wire, n, b)
+        yield Row(f"pack {b} bits", n + wire.numel(), *both(bits.pack, codes, b))
+        yield Row(f"unpack {b} bits", n + wire.numel(), *both(bits.unpack, wire, n, b))
     trits = data % 3
-    wire = ternary.pack_trits(trits, "gpu")
-    yield "pack trits", n + wire.numel(), *both(ternary.pack_trits, trits)
-    yield "unpack trits", n + wire.numel(), *both(ternary.unpack_trits, wire, n)
-    yield "checksum", n, *both(checksum.checksum, data)
+    wire = ternary.pack_trits(trits)
+    yield Row("pack trits", n + wire.numel(), *both(ternary.pack_trits, trits))
+    yield Row("unpack trits", n + wire.numel(), *both(ternary.unpack_trits, wire, n))
+    yield Row("checksum", n, *both(checksum.checksum, data))
 
 
-def time_all(device: str, size: int = 1 << 28) -> list[dict]:
-    """Inputs of 256 MiB: four times the L2 cache of an H200, which is flushed between calls besides."""
+def rows(device: str, size: int = SIZE) -> Iterator[tuple[str, Row]]:
+    """(dtype, row) of everything that is timed."""
+    for dtype in (F32, BF16):
+        x = torch.empty(size // dtype.itemsize, device=device).normal_().to(dtype)
+        for row in float_rows(x):
+            yield str(dtype)[6:], row
+    for row in byte_rows(torch.randint(0, 256, (size // 4,), dtype=torch.uint8, device=device)):
+        yield "uint8", row
+
+
+def median(call: Callable, warmup: int = 5, rep: int = 50) -> float:
+    """Milliseconds; the cache is flushed before each call."""
     from triton.testing import do_bench
 
-    data = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
-    copy = 2 * size / do_bench(lambda: data.clone(), return_mode="median") / 1e6
+    return do_bench(call, warmup=warmup, rep=rep, return_mode="median")
+
+
+def once(call: Callable) -> float:
+    """Milliseconds of the second call: for torch, whose calls take hundreds of them."""
+    call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def time_all(device: str) -> dict:
+    data = torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device=device)
+    copy = 2 * SIZE / median(data.clone) / 1e6
     print(f"device-to-device copy: {copy:.0f} GB/s")
-    print(f"{'kernel':32}{'dtype':>10}{'ms':>9}{'GB/s':>8}{'of copy':>9}{'eager ms':>10}{'faster':>8}")
-    rows = []
-    for dtype in (F32, BF16, torch.uint8):
-        x = data if dtype == torch.uint8 else torch.randn(size // dtype.itemsize, device=device).to(dtype)
-        for name, moved, kernel, eager in byte_timings(x) if dtype == torch.uint8 else float_timings(x):
-            ms = do_bench(kernel, rep=50, return_mode="median")
-            row = {"kernel": name, "dtype": str(dtype)[6:], "ms": ms, "GB/s": moved / ms / 1e6}
-            row["of_copy"] = row["GB/s"] / copy
-            row["eager_ms"] = do_bench(eager, warmup=1, rep=20, return_mode="median")
-            rows.append(row)
-            line = f"{name:32}{row['dtype']:>10}{ms:9.3f}{row['GB/s']:8.0f}{row['of_copy']:9.0%}"
-            print(f"{line}{row['eager_ms']:10.2f}{row['eager_ms'] / ms:8.1f}", flush=True)
-    return rows
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the results there")
-    parser.add_argument("--only", choices=("check", "time"), help="one half of it")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("this benchmark needs a CUDA device", file=sys.stderr)
-        return 2
-    import triton
-
-    start = time.time()
-    report = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
-    print(" · ".join(report.values()))
-    report["differ"] = [] if options.only == "time" else check("cuda") + check_huge("cuda")
-    torch.cuda.empty_cache()
-    report["rows"] = [] if options.only == "check" else time_all("cuda")
-    report["seconds"] = round(time.time() - start)
-    print(f"{report['seconds']} s")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 1 if report["differ"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print(f"{'kernel':30}{'dtype':>9}{'ms':>8}{'GB/s':>7}{'of copy':>9}{'goal':>6}{'eager ms':>10}{'compiled':>10}")
+    table = []
+    for dtype, row in rows(device):
+        ms = median(row.kernel)
+        line = {"kernel": row.name, "dtype": dtype, "ms": ms, "GB/s": row.moved / ms / 1e6}
+        line["of_copy"], line["goal"] = line["GB/s"] / copy, GOALS.get(row.name)
+        line["eager_ms"], line["compiled_ms"] = once(row.eager), None
+        if row.name in COMPILED:
+            torch._dynamo.reset()  # else the eighth compilation of a lambda falls back to eager
+            line["compiled_ms"] = once(torch.compile(row.eager))
+        table.append(line)
+        goal = f"{line['goal']:.0%}" if line["goal"] else ""
+        compiled = f"{line['compiled_ms']:.2f}" if line["compiled_ms"] else ""
+        speed = f"{ms:8.3f}{line['GB/s']:7.0f}{line['of_copy']:9.1%}{goal:>6}"
+        print(f"{row.name:30}{dtype:>9}{speed}{line['eager_ms']:10.2f}{compiled:>10}", flush=True)
+        torch.cuda.empty_cache()
+    return {"copy GB/s": copy, "rows": table}

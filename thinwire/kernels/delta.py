@@ -28,10 +28,18 @@ def delta_bytes(n: int, bits: int, block: int, dtype: torch.dtype, gate: bool) -
 
 def encode_delta(
     x: Tensor, h: Tensor, out: Tensor, bits: int, block: int, *, gate: bool, stochastic: bool = False,
-    mse: bool = False, seed: int = 0, impl: str | None = None,
+    mse: bool = False, seed: int = 0, wire: Tensor | None = None, impl: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """x, h: float[n] → message uint8[delta_bytes]; `out` (float[n], may be h) receives the new mirror."""
+    """x, h: float[n] → message uint8[delta_bytes]; `out` (float[n], may be h) receives the new mirror.
+
+    `wire`, from an address that is a multiple of four, receives the message: on CUDA without an allocation.
+    """
     impl = choose(x, impl)
+    if impl == "gpu":
+        return load(impl, "delta").encode_delta(x, h, out, bits, block, gate, stochastic, mse, seed, wire)
+    if wire is not None:
+        mode = {"gate": gate, "stochastic": stochastic, "mse": mse, "seed": seed}
+        return wire.copy_(encode_delta(x, h, out, bits, block, **mode, impl=impl))
     if impl != "reference":
         return load(impl, "delta").encode_delta(x, h, out, bits, block, gate, stochastic, mse, seed)
     work = q.arithmetic(x.dtype)
@@ -43,16 +51,20 @@ def encode_delta(
     noise = random.uniform(blocks.numel(), seed, x.device) if stochastic else None
     codes = q.round_codes(blocks, scale, bits, q.spare_level(blocks, x.dtype) if mse and x.numel() else None, noise)
     out.copy_((base + codes * scale[:, None]).reshape(-1)[: x.numel()])
-    wire = q.assemble(codes.reshape(-1)[: x.numel()], tail, bits)
-    return torch.cat((wire, bitpack.pack(phi.to(torch.uint8), 1, "reference"))) if gate else wire
+    coded = q.assemble(codes.reshape(-1)[: x.numel()], tail, bits)
+    return torch.cat((coded, bitpack.pack(phi.to(torch.uint8), 1, "reference"))) if gate else coded
 
 
 def decode_delta(
     wire: Tensor, h: Tensor, out: Tensor, bits: int, block: int, dtype: torch.dtype, *, gate: bool,
-    impl: str | None = None,
+    y: Tensor | None = None, impl: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """The twin: message and h: float[n] → y in `dtype` [n]; `out` (may be h) receives the new mirror."""
+    """The twin: message and h: float[n] → y in `dtype` [n], in `y` if given; `out` (may be h): the new mirror."""
     impl = choose(torch.empty(0, dtype=dtype, device=wire.device), impl)
+    if impl == "gpu":
+        return load(impl, "delta").decode_delta(wire, h, out, bits, block, dtype, gate, y)
+    if y is not None:
+        return y.copy_(decode_delta(wire, h, out, bits, block, dtype, gate=gate, impl=impl))
     if impl != "reference":
         return load(impl, "delta").decode_delta(wire, h, out, bits, block, dtype, gate)
     n, end = h.numel(), q.quantized_bytes(h.numel(), bits, block, dtype)
@@ -61,9 +73,9 @@ def decode_delta(
     if gate:
         phi = bitpack.unpack(wire[end:], mirror.shape[0], 1, "reference").bool()
         mirror = torch.where(phi[:, None], mirror, 0)
-    y = (mirror + q.as_blocks(codes, block) * scale[:, None]).reshape(-1)[:n]
-    out.copy_(y)
-    return y.to(dtype)
+    values = (mirror + q.as_blocks(codes, block) * scale[:, None]).reshape(-1)[:n]
+    out.copy_(values)
+    return values.to(dtype)
 
 
 def gate_flags(values: Tensor, mirror: Tensor) -> Tensor:

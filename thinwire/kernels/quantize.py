@@ -43,10 +43,17 @@ def quantized_bytes(n: int, bits: int, block: int, dtype: torch.dtype) -> int:
 
 def quantize(
     x: Tensor, bits: int, block: int, *, stochastic: bool = False, mse: bool = False, seed: int = 0,
-    impl: str | None = None,
+    out: Tensor | None = None, impl: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """x: float[n], contiguous → uint8[quantized_bytes]. A block with NaN or Inf carries scales.NONFINITE."""
+    """x: float[n], contiguous → uint8[quantized_bytes]. A block with NaN or Inf carries scales.NONFINITE.
+
+    `out`, from an address that is a multiple of four, receives the message: on CUDA without an allocation.
+    """
     impl = choose(x, impl)
+    if impl == "gpu":
+        return load(impl, "quantize").quantize(x, bits, block, stochastic, mse, seed, out)
+    if out is not None:
+        return out.copy_(quantize(x, bits, block, stochastic=stochastic, mse=mse, seed=seed, impl=impl))
     if impl != "reference":
         return load(impl, "quantize").quantize(x, bits, block, stochastic, mse, seed)
     blocks = as_blocks(x.to(arithmetic(x.dtype)), block)
@@ -58,10 +65,14 @@ def quantize(
 
 def dequantize(
     wire: Tensor, n: int, bits: int, block: int, dtype: torch.dtype, *, onto: Tensor | None = None,
-    impl: str | None = None,
+    out: Tensor | None = None, impl: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """The n values of a message in `dtype`; with `onto` (float[n]) they are added to it in place instead."""
+    """The n values of a message in `dtype`, in `out` if given; with `onto` (float[n]) they are added to it instead."""
     impl = choose(torch.empty(0, dtype=dtype, device=wire.device), impl)
+    if impl == "gpu":
+        return load(impl, "quantize").dequantize(wire, n, bits, block, dtype, onto, out)
+    if out is not None and onto is None:
+        return out.copy_(dequantize(wire, n, bits, block, dtype, impl=impl))
     if impl != "reference":
         return load(impl, "quantize").dequantize(wire, n, bits, block, dtype, onto)
     codes, scale = take_apart(wire, n, bits, block, dtype)

@@ -43,9 +43,25 @@ def select(x: Tensor, threshold: Tensor | float, cap: int, impl: str | None = No
     """(int64 indices ascending, values) of |x| ≥ threshold, the first `cap` of them."""
     impl = choose(x, impl)
     if impl != "reference":
-        return load(impl, "select").select(x.contiguous(), float(threshold), cap)
+        limit = threshold if impl == "gpu" else float(threshold)
+        return load(impl, "select").select(x.contiguous(), limit, cap)
     index = torch.nonzero(x.abs() >= threshold).reshape(-1)[:cap]
     return index, x[index]
+
+
+def select_into(x: Tensor, threshold: Tensor | float, index: Tensor, values: Tensor, impl: str | None = None) -> Tensor:
+    """`select` into given memory, int64[cap] and x's dtype [cap]: 0-d int64, how many entries there are.
+
+    Places left over hold index −1 and value 0; entries beyond the capacity are not written and stay where they
+    are, in x. Nothing here waits for the card, and the threshold may be a tensor on it.
+    """
+    impl = choose(x, impl)
+    if impl == "gpu":
+        return load(impl, "select").select_into(x.contiguous(), threshold, index, values)
+    place, entries = select(x, threshold, x.numel(), impl)
+    index.fill_(-1)[: place.numel()] = place[: index.numel()]
+    values.zero_()[: place.numel()] = entries[: index.numel()]
+    return torch.tensor(place.numel(), device=x.device)
 
 
 def top(x: Tensor, k: int, impl: str | None = None) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,11 @@ import triton.language as tl
 
 from thinwire.kernels.bits import packed_bytes
 from thinwire.kernels.gpu import tile as tiles
-from thinwire.kernels.gpu.launch import launch, tiling
+from thinwire.kernels.gpu.launch import launch, line, tiling
 
 ROW = 128  # packing has no blocks: any multiple of 8 would do
-SHAPE, WARPS = tiling(ROW, 1)
+TILED = tiling(ROW, line(1))
+VALUES = TILED["SHAPE"][1] * ROW  # a program handles
 
 
 @triton.jit
@@ -55,14 +56,12 @@ def _unpack(wire, codes, n, size, BITS: tl.constexpr, ALIGNED: tl.constexpr, SHA
 def pack(codes, bits):
     n, size = codes.numel(), packed_bytes(codes.numel(), bits)
     wire = torch.empty(size, dtype=torch.uint8, device=codes.device)
-    programs = triton.cdiv(n, SHAPE[1] * ROW)
-    launch(_pack, programs, codes, wire, n, size, BITS=bits, SHAPE=SHAPE, ROW=ROW, warps=WARPS)
+    launch(_pack, triton.cdiv(n, VALUES), codes, wire, n, size, BITS=bits, ROW=ROW, **TILED)
     return wire
 
 
 def unpack(wire, n, bits):
     codes = torch.empty(n, dtype=torch.uint8, device=wire.device)
-    constants = {"BITS": bits, "ALIGNED": wire.data_ptr() % 4 == 0, "SHAPE": SHAPE, "ROW": ROW}
-    programs = triton.cdiv(n, SHAPE[1] * ROW)
-    launch(_unpack, programs, wire, codes, n, wire.numel(), **constants, warps=WARPS)
+    aligned = wire.data_ptr() % 4 == 0
+    launch(_unpack, triton.cdiv(n, VALUES), wire, codes, n, wire.numel(), BITS=bits, ALIGNED=aligned, ROW=ROW, **TILED)
     return codes

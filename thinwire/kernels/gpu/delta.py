@@ -9,23 +9,21 @@ import triton.language as tl
 from thinwire.kernels import delta as layout
 from thinwire.kernels import quantize as codes_layout
 from thinwire.kernels.gpu import tile as tiles
-from thinwire.kernels.gpu.launch import launch
+from thinwire.kernels.gpu.launch import launch, tiling
 from thinwire.kernels.gpu.quantize import (
-    decode_arguments,
+    NEAREST,
     dequantize_tile,
     encode_arguments,
+    message,
+    mode_of,
     programs_for,
     quantize_tile,
+    write_codes,
 )
-from thinwire.kernels.gpu.scalar import INFINITY_BITS, MAGNITUDE, as_float, as_integer, bits_of
+from thinwire.kernels.gpu.scalar import INFINITY_BITS, as_float
 
+WIDTH = 64  # values in a segment: a line of a bfloat16 mirror
 GATE_ROWS = 8  # a tile has at least as many blocks as a byte of the gate bitmap
-
-
-@triton.jit
-def _absmax_bits(x):
-    """int32[ROWS]: bits of max|x|; as integers NaN is above Inf and both are above all else."""
-    return tiles.row_max(bits_of(x) & MAGNITUDE)
 
 
 @triton.jit
@@ -56,18 +54,14 @@ def _encode_tile(
     base = tiles.read(h, start, n, SHAPE, BLOCK, FULL)
     u = values - base
     if GATE:
-        top = _absmax_bits(values)
-        phi = (_absmax_bits(u) <= top) & (top <= INFINITY_BITS)  # a NaN compares false, as in the reference
+        top = tiles.row_top(values)
+        phi = (tiles.row_top(u) <= top) & (top <= INFINITY_BITS)  # a NaN compares false, as in the reference
         base = tl.where(tiles.row(phi), base, 0.0)
         u = values - base
         _write_gate(wire + end, phi, tile, tl.cdiv(n, BLOCK), SHAPE[1])
     q, code, scale = quantize_tile(u, start, limit, half, k0, k1, QMAX, MODE, TABLE, SHAPE, BLOCK)
     tiles.write(out, base + as_float(q) * tiles.row(scale), start, n, SHAPE, BLOCK, FULL)
-    codes = as_integer(q) + QMAX
-    if not FULL:
-        codes = tl.where(tiles.inside(start, n, SHAPE, BLOCK), codes, 0)
-    tiles.pack(codes, wire, tile, cut, BITS, SHAPE, BLOCK, FULL)
-    tiles.write_scales(wire + cut, code, tile, tl.cdiv(n, BLOCK), SHAPE[1])
+    write_codes(q, code, wire, tile, start, n, cut, BITS, SHAPE, BLOCK, FULL)
 
 
 @triton.jit(do_not_specialize=["n", "cut", "end", "limit", "k0", "k1"])
@@ -117,21 +111,23 @@ def _decode(
         _decode_tile(wire, h, out, y, tile, start, n, cut, end, GATE, BITS, ALIGNED, SHAPE, BLOCK, False)
 
 
-def encode_delta(x, h, out, bits, block, gate, stochastic, mse, seed):
-    n, cut = x.numel(), codes_layout.codes_bytes(x.numel(), bits)
-    wire = torch.empty(layout.delta_bytes(n, bits, block, x.dtype, gate), dtype=torch.uint8, device=x.device)
-    scalars, constants = encode_arguments(bits, block, x.dtype, stochastic, mse, seed, GATE_ROWS)
+def encode_delta(x, h, out, bits, block, gate, stochastic, mse, seed, wire=None):
+    n, cut, mode = x.numel(), codes_layout.codes_bytes(x.numel(), bits), mode_of(stochastic, mse)
+    wire = message(layout.delta_bytes(n, bits, block, x.dtype, gate), x.device, wire)
+    scalars, constants = encode_arguments(bits, x.dtype, mode, seed)
+    tiled = tiling(block, WIDTH, tile=2048, registers=64 if mode == NEAREST else None, least_rows=GATE_ROWS)
     end = codes_layout.quantized_bytes(n, bits, block, x.dtype)
-    programs = programs_for(n, bits, block, constants["SHAPE"])
-    launch(_encode, programs, x, h, out, wire, n, cut, end, *scalars, GATE=gate, **constants)
+    programs = programs_for(n, bits, block, tiled["SHAPE"])
+    launch(_encode, programs, x, h, out, wire, n, cut, end, *scalars, GATE=gate, BLOCK=block, **constants, **tiled)
     return wire
 
 
-def decode_delta(wire, h, out, bits, block, dtype, gate):
+def decode_delta(wire, h, out, bits, block, dtype, gate, y=None):
     n, wire = h.numel(), wire.contiguous()
-    y = torch.empty(n, dtype=dtype, device=wire.device)
-    constants = decode_arguments(wire, bits, block, dtype)
+    y = torch.empty(n, dtype=dtype, device=wire.device) if y is None else y
+    tiled = tiling(block, WIDTH, tile=1024)
     cut, end = codes_layout.codes_bytes(n, bits), codes_layout.quantized_bytes(n, bits, block, dtype)
-    programs = triton.cdiv(n, constants["SHAPE"][1] * block)
-    launch(_decode, programs, wire, h, out, y, n, cut, end, GATE=gate, **constants)
+    programs = triton.cdiv(n, tiled["SHAPE"][1] * block)
+    constants = {"GATE": gate, "BITS": bits, "ALIGNED": wire.data_ptr() % 4 == 0, "BLOCK": block}
+    launch(_decode, programs, wire, h, out, y, n, cut, end, **constants, **tiled)
     return y

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.gpu import tile as tiles
-from thinwire.kernels.gpu.launch import launch, signed, tiling
-from thinwire.kernels.gpu.scalar import bits_of, float_of, hash32
+from thinwire.kernels.gpu.launch import launch, line, signed, tiling
+from thinwire.kernels.gpu.scalar import bits_of, float_of
 from thinwire.kernels.random import split
 
 
@@ -35,7 +35,7 @@ def _partner(x, STRIDE: tl.constexpr, SHAPE: tl.constexpr):
 @triton.jit
 def _flip(x, start, k0, k1, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
     """Change signs by seed."""
-    h = hash32(start + tiles.offsets(SHAPE, BLOCK), k0, k1)
+    h = tiles.hashes(start, k0, k1, SHAPE, BLOCK)
     return float_of(bits_of(x) ^ (h << 31).to(tl.int32))
 
 
@@ -78,10 +78,10 @@ def _rotate(
 def rotate(x, block, seed, inverse):
     n, stages = x.numel(), block.bit_length() - 1
     out = torch.empty(n, dtype=torch.float32, device=x.device)
-    shape, warps = tiling(block, x.dtype.itemsize)
+    tiled = tiling(block, line(x.element_size()))
     factors = tuple(1 / math.sqrt(1 << stage) for stage in range(stages + 1))
     launch(
-        _rotate, triton.cdiv(n, shape[1] * block), x, out, n, *map(signed, split(seed)), INVERSE=inverse,
-        FACTORS=factors, STAGES=stages, SHAPE=shape, BLOCK=block, warps=warps,
+        _rotate, triton.cdiv(n, tiled["SHAPE"][1] * block), x, out, n, *map(signed, split(seed)), INVERSE=inverse,
+        FACTORS=factors, STAGES=stages, BLOCK=block, **tiled,
     )  # fmt: skip
     return out

@@ -15,8 +15,12 @@ from triton.runtime.interpreter import InterpretedFunction
 TILE = 4096  # values a program handles: 32 a thread at four warps, enough loads in flight to fill the bus
 
 
-def launch(kernel, programs, first, *args, warps=4, **constants):
-    """Run `programs` programs of `kernel(first, *args, **constants)`; `first` (a tensor) names the device."""
+def launch(kernel, programs, first, *args, warps=4, registers=None, **constants):
+    """Run `programs` programs of `kernel(first, *args, **constants)`; `first` (a tensor) names the device.
+
+    `registers` caps those of a thread at what the path of full tiles needs: the masked path, of the last tile
+    only, would take twice as many and halve the programs that fit the chip at a time.
+    """
     if not first.is_cuda and not isinstance(kernel, InterpretedFunction):
         raise ValueError(
             f"impl='gpu' was given a tensor on {first.device}: it needs CUDA tensors "
@@ -27,17 +31,28 @@ def launch(kernel, programs, first, *args, warps=4, **constants):
             raise ValueError("GPU kernels take contiguous tensors")
     if programs:
         with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
-            kernel[(programs,)](first, *args, **constants, num_warps=warps, enable_fp_fusion=False)
+            kernel[(programs,)](first, *args, **constants, num_warps=warps, maxnreg=registers, enable_fp_fusion=False)
 
 
-def tiling(block, itemsize, least_rows=1, tile=TILE):
-    """(SHAPE of a tile, see tile.py; warps) for blocks of `block` values, a multiple of 8, of `itemsize` bytes."""
+def tiling(block, width, *, tile=TILE, warps=4, registers=None, least_rows=1):
+    """SHAPE of a tile (tile.py), of `width` values a segment, and warps and registers as `launch` takes them.
+
+    block: a multiple of 8. A tile is at least `least_rows` blocks; where that makes it larger than asked for, it gets
+    more warps and no cap on registers.
+    """
     if block % 8:
         raise ValueError(f"GPU kernels take blocks of a multiple of 8 values, not {block}")
     columns = triton.next_power_of_2(block)
-    width = min(columns, 128 // itemsize)
+    width = min(columns, width)
     rows = max(least_rows, tile // columns)
-    return (columns // width, rows, width), min(16, max(4, rows * columns // 2048))
+    larger = rows * columns // tile
+    shape = (columns // width, rows, width)
+    return {"SHAPE": shape, "warps": min(16, warps * larger), "registers": registers if larger == 1 else None}
+
+
+def line(itemsize):
+    """Values in 128 bytes, a cache line."""
+    return 128 // itemsize
 
 
 def signed(key):

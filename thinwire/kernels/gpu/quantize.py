@@ -11,17 +11,16 @@ import triton.language as tl
 from thinwire.kernels import quantize as layout
 from thinwire.kernels import scales
 from thinwire.kernels.gpu import tile as tiles
-from thinwire.kernels.gpu.launch import TILE, launch, signed, tiling
+from thinwire.kernels.gpu.launch import launch, line, signed, tiling
 from thinwire.kernels.gpu.scalar import (
     INFINITY_BITS,
-    MAGNITUDE,
+    ROUNDER_BITS,
     SIGN,
     as_float,
     as_integer,
     bits_of,
     block_scale,
     float_of,
-    hash32,
     reciprocal,
     rounded,
     scale_value,
@@ -31,7 +30,6 @@ from thinwire.kernels.random import split
 
 NEAREST, STOCHASTIC, LEAST_SQUARES = (tl.constexpr(mode) for mode in range(3))
 GRID, SHRINKS = tl.constexpr(float(layout.GRID)), tl.constexpr(layout.SHRINKS)
-SEARCH_TILE = 2048  # the search is bound by arithmetic and unrolled: a smaller tile compiles faster
 
 
 @triton.jit
@@ -58,11 +56,10 @@ def quantize_tile(
     QMAX: tl.constexpr, MODE: tl.constexpr, TABLE: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x: float32 tile → (signed codes, lifted; scale codes; scales). A block with NaN or Inf: zeros."""
-    bits = bits_of(x)
-    top = tiles.row_max(bits & MAGNITUDE)
+    top = tiles.row_top(x)
     if MODE == LEAST_SQUARES:
         roomy = float_of(top) <= half  # false for NaN
-        negative = roomy & (tiles.row_max(bits) != top)  # as signed integers: is +max absent?
+        negative = roomy & (tiles.row_max(bits_of(x)) != top)  # as signed integers: is +max absent?
         extreme = tl.where(roomy & (top > 0), float_of(top), 1.0)
         shrink = best_shrink(x, tl.where(negative, -extreme, extreme), QMAX, TABLE)
         code = block_scale(top, tl.where(roomy, shrink, 1.0), limit, QMAX)
@@ -76,14 +73,13 @@ def quantize_tile(
     if MODE == STOCHASTIC:
         near = as_float(rounded(t))
         low = near - (near > t).to(tl.float32)
-        position = start + tiles.offsets(SHAPE, BLOCK)
-        t = low + (uniform(hash32(position, k0, k1)) < t - low).to(tl.float32)
-        t = tl.minimum(tl.maximum(t, -QMAX * 1.0), QMAX * 1.0)
+        t = low + (uniform(tiles.hashes(start, k0, k1, SHAPE, BLOCK)) < t - low).to(tl.float32)
+        t = tl.clamp(t, -QMAX * 1.0, QMAX * 1.0)
     elif MODE == LEAST_SQUARES:
         most = tl.where(roomy, QMAX + 1.0, QMAX * 1.0)
         t = tl.minimum(tl.maximum(t, -QMAX * 1.0), tiles.row(most))
     elif QMAX >= 32:  # a scale one step too small (near the dtype's limit) overshoots by 1/64: less than half here
-        t = tl.minimum(tl.maximum(t, -QMAX * 1.0), QMAX * 1.0)
+        t = tl.clamp(t, -QMAX * 1.0, QMAX * 1.0)
     return rounded(t), code, scale
 
 
@@ -95,10 +91,21 @@ def _encode_tile(
     QMAX: tl.constexpr = (1 << (BITS - 1)) - 1
     values = tiles.read(x, start, n, SHAPE, BLOCK, FULL)
     q, code, _ = quantize_tile(values, start, limit, half, k0, k1, QMAX, MODE, TABLE, SHAPE, BLOCK)
-    codes = as_integer(q) + QMAX
-    if not FULL:
-        codes = tl.where(tiles.inside(start, n, SHAPE, BLOCK), codes, 0)
-    tiles.pack(codes, wire, tile, cut, BITS, SHAPE, BLOCK, FULL)
+    write_codes(q, code, wire, tile, start, n, cut, BITS, SHAPE, BLOCK, FULL)
+
+
+@triton.jit
+def write_codes(
+    q, code, wire, tile, start, n, cut, BITS: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """The tile's part of the message: codes q (lifted) and scale codes."""
+    QMAX: tl.constexpr = (1 << (BITS - 1)) - 1
+    if FULL:
+        tiles.pack(bits_of(q), wire, tile, cut, BITS, SHAPE, BLOCK, FULL, QMAX - ROUNDER_BITS)
+    else:
+        codes = tl.where(tiles.inside(start, n, SHAPE, BLOCK), as_integer(q) + QMAX, 0)
+        tiles.pack(codes, wire, tile, cut, BITS, SHAPE, BLOCK, FULL)
     tiles.write_scales(wire + cut, code, tile, tl.cdiv(n, BLOCK), SHAPE[1])
 
 
@@ -167,14 +174,20 @@ def scale_limit(factor, fmax):
     return int((scales.decode_scale(codes) * factor <= fmax).sum()) - 1
 
 
-def encode_arguments(bits, block, dtype, stochastic, mse, seed, least_rows=1):
+def encode_tiling(block, itemsize, mode):
+    """As measured on an H200: 32 values a thread, in segments of 32 so that four lanes or eight share a block."""
+    if mode == LEAST_SQUARES:  # bound by arithmetic, and unrolled: fewer values a thread compile faster
+        return tiling(block, line(itemsize), tile=2048)
+    if mode == STOCHASTIC:
+        return tiling(block, line(itemsize) // 2, registers=80)
+    return tiling(block, 32, tile=2048, warps=2, registers=64)
+
+
+def encode_arguments(bits, dtype, mode, seed):
     """What the encoding kernels share: (scalars, constants)."""
     fmax = torch.finfo(dtype).max
-    search = mse and not stochastic
-    shape, warps = tiling(block, dtype.itemsize, least_rows, SEARCH_TILE if search else TILE)
     scalars = (scale_limit(layout.qmax(bits), fmax), fmax / 2, *map(signed, split(seed)))
-    constants = {"BITS": bits, "MODE": mode_of(stochastic, mse).value, "TABLE": candidates(bits)}
-    return scalars, constants | {"SHAPE": shape, "BLOCK": block, "warps": warps}
+    return scalars, {"BITS": bits, "MODE": mode.value, "TABLE": candidates(bits)}
 
 
 def programs_for(n, bits, block, shape):
@@ -182,26 +195,31 @@ def programs_for(n, bits, block, shape):
     return triton.cdiv(layout.codes_bytes(n, bits), shape[1] * block * bits // 8)
 
 
-def quantize(x, bits, block, stochastic, mse, seed):
-    n, cut = x.numel(), layout.codes_bytes(x.numel(), bits)
-    wire = torch.empty(layout.quantized_bytes(n, bits, block, x.dtype), dtype=torch.uint8, device=x.device)
-    scalars, constants = encode_arguments(bits, block, x.dtype, stochastic, mse, seed)
-    programs = programs_for(n, bits, block, constants["SHAPE"])
-    launch(_quantize, programs, x, wire, n, cut, *scalars, **constants)
+def quantize(x, bits, block, stochastic, mse, seed, out=None):
+    n, cut, mode = x.numel(), layout.codes_bytes(x.numel(), bits), mode_of(stochastic, mse)
+    wire = message(layout.quantized_bytes(n, bits, block, x.dtype), x.device, out)
+    scalars, constants = encode_arguments(bits, x.dtype, mode, seed)
+    tiled = encode_tiling(block, x.element_size(), mode)
+    programs = programs_for(n, bits, block, tiled["SHAPE"])
+    launch(_quantize, programs, x, wire, n, cut, *scalars, BLOCK=block, **constants, **tiled)
     return wire
 
 
-def decode_arguments(wire, bits, block, dtype):
-    """What the decoding kernels share: constants."""
-    shape, warps = tiling(block, dtype.itemsize)
-    aligned = wire.data_ptr() % 4 == 0
-    return {"BITS": bits, "ALIGNED": aligned, "SHAPE": shape, "BLOCK": block, "warps": warps}
+def message(size, device, out):
+    """uint8[size], to be written in words: `out`, or new memory."""
+    if out is None:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    if out.numel() != size or out.data_ptr() % 4:
+        raise ValueError(f"out must be {size} bytes from a multiple of 4 on, not {out.numel()} from {out.data_ptr()}")
+    return out
 
 
-def dequantize(wire, n, bits, block, dtype, onto):
+def dequantize(wire, n, bits, block, dtype, onto, out=None):
     wire, cut = wire.contiguous(), layout.codes_bytes(n, bits)
-    out = torch.empty(n, dtype=dtype, device=wire.device) if onto is None else onto
-    constants = decode_arguments(wire, bits, block, out.dtype)
-    programs = triton.cdiv(n, constants["SHAPE"][1] * block)
-    launch(_dequantize, programs, wire, out, n, cut, ADD=onto is not None, **constants)
+    if onto is not None or out is None:
+        out = torch.empty(n, dtype=dtype, device=wire.device) if onto is None else onto
+    tiled = tiling(block, 32, tile=1024, warps=out.element_size())  # a thread writes 32 bytes
+    programs = triton.cdiv(n, tiled["SHAPE"][1] * block)
+    constants = {"BITS": bits, "ALIGNED": wire.data_ptr() % 4 == 0, "ADD": onto is not None, "BLOCK": block}
+    launch(_dequantize, programs, wire, out, n, cut, **constants, **tiled)
     return out

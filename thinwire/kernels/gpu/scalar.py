@@ -57,7 +57,18 @@ def narrow(x, DTYPE: tl.constexpr):
 def hash32(position, k0, k1):
     """random.hash32 of int64 positions, as uint32; k0, k1: the seed's keys as int32."""
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
-    h = low * GOLDEN + (high * MUL1 + k0.to(tl.uint32))
+    return _mixed(low * GOLDEN + (high * MUL1 + k0.to(tl.uint32)), k1)
+
+
+@triton.jit
+def hash32_near(start, offset, k0, k1):
+    """hash32(start + offset) for int32 offsets that do not carry into the high word: start's share is one scalar."""
+    low, high = start.to(tl.uint32), (start >> 32).to(tl.uint32)
+    return _mixed(offset.to(tl.uint32) * GOLDEN + (low * GOLDEN + high * MUL1 + k0.to(tl.uint32)), k1)
+
+
+@triton.jit
+def _mixed(h, k1):
     h = (h ^ (h >> 16)) * MUL1
     h = h ^ k1.to(tl.uint32) ^ (h >> 15)
     h = h * MUL2

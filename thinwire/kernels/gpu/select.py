@@ -1,6 +1,7 @@
 """Selection in Triton: compaction in index order. Only `select` waits for the card.
 
-x is read twice, to count and to write: a tile's place in the output is the number of entries before it.
+x is read once, to mark: a bit a value, and a count a tile. Then each tile's place in the output is known, the number
+of entries before it: the marks, a small share of x's size, become indices, and those fetch the values.
 """
 
 from __future__ import annotations
@@ -12,51 +13,126 @@ import triton.language as tl
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch
 from thinwire.kernels.gpu.radix import histogram, kth_bits
-from thinwire.kernels.gpu.scalar import INFINITY_BITS, MAGNITUDE, bits_of, narrow, widen
+from thinwire.kernels.gpu.scalar import MAGNITUDE, bits_of, narrow, widen
 
-__all__ = ["histogram", "kth_magnitude", "scatter_add", "select", "top"]
+__all__ = ["histogram", "kth_magnitude", "scatter_add", "select", "select_into", "top"]
 
-SIZE = 4096  # values a program handles
+SIZE, MARK_WARPS = 4096, 4  # values a program marks, or entries it adds
+TILE, PLACE_WARPS = 16384, 4  # values whose entries a program places; SIZE divides TILE
+FETCH, FETCH_WARPS = 256, 4  # values a program fetches
+GROUP = 256  # tiles counted together: a program adds up the groups before its own, then the tiles before it
 
 
 @triton.jit
-def _classes(values, start, n, state, LOW: tl.constexpr, NAN: tl.constexpr, SIZE: tl.constexpr):
-    """(above, equal) as int32[SIZE]: |values| against the bits state[0], which lack the LOW last."""
-    bits = bits_of(widen(values)) & MAGNITUDE
-    limit = tl.load(state).to(tl.int32)
-    counted = start + tl.arange(0, SIZE) < n
-    if not NAN:
-        counted &= bits <= INFINITY_BITS
-    return (counted & ((bits >> LOW) > limit)).to(tl.int32), (counted & ((bits >> LOW) == limit)).to(tl.int32)
+def _ones(word):
+    """How many bits of a uint32 are set."""
+    pairs = word - ((word >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    return ((((fours + (fours >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["n"])
-def _count(x, state, counts, n, LOW: tl.constexpr, NAN: tl.constexpr, SIZE: tl.constexpr):
-    """counts[0, tile], counts[1, tile]: entries above the limit, entries equal to it."""
-    tile = tl.program_id(0)
-    start = tile.to(tl.int64) * SIZE
-    above, equal = _classes(tiles.read_run(x, start, n, SIZE), start, n, state, LOW, NAN, SIZE)
-    tl.store(counts + tile, tl.sum(above).to(tl.int64))
-    tl.store(counts + tl.num_programs(0) + tile, tl.sum(equal).to(tl.int64))
+@triton.jit
+def _write_marks(chosen, marks, counts, start, count, TILE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr):
+    """bool[SIZE] from value `start` on → bytes of `marks`; adds to the count of its tile and of its group."""
+    eights = tl.reshape(chosen.to(tl.int32), [SIZE // 8, 8]) << tl.arange(0, 8)[None, :]
+    bytes_ = tl.sum(eights, axis=1)
+    tl.store(marks + start // 8 + tl.arange(0, SIZE // 8), bytes_.to(tl.uint8))
+    entries = tl.sum(_ones(bytes_.to(tl.uint32))).to(tl.int64)
+    tl.atomic_add(counts + start // TILE, entries, sem="relaxed")
+    tl.atomic_add(counts + count + start // (TILE * GROUP), entries, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["n", "room"])
-def _compact(x, state, ends, index, values, n, room, LOW: tl.constexpr, NAN: tl.constexpr, SIZE: tl.constexpr):
-    """Write the entries above, and the first state[1] of those equal; ends: running sums of the counts."""
-    tile = tl.program_id(0)
-    start = tile.to(tl.int64) * SIZE
-    found = tiles.read_run(x, start, n, SIZE)
-    above, equal = _classes(found, start, n, state, LOW, NAN, SIZE)
-    before = tl.load(ends + tile) - tl.sum(above)
-    ties_before = tl.load(ends + tl.num_programs(0) + tile) - tl.sum(equal)
-    quota = tl.load(state + 1)
-    # both running counts in one scan: SIZE < 2^16
-    ranks = tl.cumsum(above + (equal << 16), axis=0)
-    ties = ties_before + (ranks >> 16) - equal
-    place = before + (ranks & 0xFFFF) - above + tl.minimum(ties, quota)
-    taken = ((above == 1) | ((equal == 1) & (ties < quota))) & (place < room)
-    tl.store(index + place, start + tl.arange(0, SIZE), mask=taken)
-    tl.store(values + place, found, mask=taken)
+@triton.jit(do_not_specialize=["n", "count"])
+def _mark(
+    x, limit, marks, counts, n, count,
+    LOW: tl.constexpr, TIES: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Mark |x| ≥ limit, NaN left out. With TIES: magnitudes whose bits without the LOW last are above limit[0], NaN
+    above all; and, in a second row of marks and counts, those whose bits are equal to it. count: tiles in all."""
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    values = widen(tiles.read_run(x, start, n, SIZE))
+    if TIES:
+        bits, edge = (bits_of(values) & MAGNITUDE) >> LOW, tl.load(limit).to(tl.int32)
+        if start + SIZE > n:
+            bits = tl.where(start + tl.arange(0, SIZE) < n, bits, -1)
+        _write_marks(bits > edge, marks, counts, start, count, TILE, GROUP, SIZE)
+        marks, counts = _second_row(marks, counts, count, TILE, GROUP)
+        _write_marks(bits == edge, marks, counts, start, count, TILE, GROUP, SIZE)
+    else:
+        if start + SIZE > n:
+            values = tl.where(start + tl.arange(0, SIZE) < n, values, float("nan"))
+        _write_marks(tl.abs(values) >= widen(tl.load(limit)), marks, counts, start, count, TILE, GROUP, SIZE)
+
+
+@triton.jit
+def _second_row(marks, counts, count, TILE: tl.constexpr, GROUP: tl.constexpr):
+    return marks + count * (TILE // 8), counts + count + tl.cdiv(count, GROUP)
+
+
+@triton.jit
+def _before(counts, tile, count, GROUP: tl.constexpr):
+    """Entries in the tiles before `tile`."""
+    group = tile // GROUP
+    near = group * GROUP + tl.arange(0, GROUP)
+    total = tl.sum(tl.load(counts + near, mask=near < tile, other=0))
+    for first in range(0, group, GROUP):
+        far = first + tl.arange(0, GROUP)
+        total += tl.sum(tl.load(counts + count + far, mask=far < group, other=0))
+    return total
+
+
+@triton.jit
+def _ranked(marks, counts, tile, n, count, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """(words of the tile's marks, uint32[TILE / 32]; entries in each, and before each; entries before the tile)."""
+    word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
+    words = tl.load(marks.to(tl.pointer_type(tl.uint32)) + word, mask=word * 32 < n, other=0)
+    ones = _ones(words)
+    return words, ones, tl.cumsum(ones, axis=0) - ones, _before(counts, tile, count, GROUP)
+
+
+@triton.jit(do_not_specialize=["n", "room", "count"])
+def _place(
+    marks, counts, limit, index, found, n, room, count,
+    TIES: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Indices of the first `room` entries: all that are marked and, with TIES, the first limit[1] of the second row."""
+    tile = tl.program_id(0).to(tl.int64)
+    words, ones, rank, before = _ranked(marks, counts, tile, n, count, TILE, GROUP)
+    if tile == count - 1:
+        tl.store(found, before + tl.max(rank + ones))
+    if TIES:
+        marks, counts = _second_row(marks, counts, count, TILE, GROUP)
+        equal, more, ties, ties_before = _ranked(marks, counts, tile, n, count, TILE, GROUP)
+        quota = tl.load(limit + 1)
+        before += tl.minimum(ties_before, quota)
+        left = tl.minimum(tl.maximum(quota - ties_before, 0), TILE).to(tl.int32)  # ties that this tile may take
+        rank += tl.minimum(ties, left)
+        words, ones = words | equal, ones + more
+    free = tl.minimum(tl.maximum(room - before, 0), TILE).to(tl.int32)
+    first = tl.arange(0, TILE // 32) * 32
+    for _ in range(tl.max(ones)):  # a bit of every word at a time, the lowest first
+        bit = words & (~words + 1)
+        taken = bit != 0
+        if TIES:
+            tie = (equal & bit) != 0
+            taken = taken & ((ties < left) | (tie == 0))
+            ties += tie.to(tl.int32)
+        position = first + ((bits_of(bit.to(tl.float32)) >> 23) - 127)
+        tl.store(index + before + rank, tile * TILE + position, mask=taken & (rank < free))
+        rank += taken.to(tl.int32)
+        words = words ^ bit
+
+
+@triton.jit(do_not_specialize=["room"])
+def _fetch(x, index, values, found, room, PAD: tl.constexpr, SIZE: tl.constexpr):
+    """values = x[index]; with PAD: index −1 and value 0 from entry `found` on."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    used = place < room
+    if PAD:
+        used = used & (place < tl.load(found))
+        tl.store(index + place, place * 0 - 1, mask=(place < room) & (used == 0))
+    here = tl.load(index + place, mask=used, other=0)
+    tl.store(values + place, tl.load(x + here, mask=used, other=0), mask=place < room)
 
 
 @triton.jit(do_not_specialize=["n", "k"])
@@ -77,34 +153,59 @@ def kth_magnitude(x, k):
 def top(x, k):
     """No host synchronisation: the output has k entries whatever x holds (NaN counts as the largest)."""
     state, low = kth_bits(x, k)
-    ends = _ends(x, state, low, nan=True)
-    return _gather(x, state, ends, k, low, nan=True)
+    index, values = _room(x, k)
+    _written(x, _marked(x, state, low, ties=True), state, index, values, ties=True)
+    return index, values
 
 
 def select(x, threshold, cap):
     """One host synchronisation, for the number of entries found."""
-    limit = int(torch.tensor(max(threshold, 0.0), dtype=x.dtype).float().view(torch.int32)) - 1
-    state = torch.zeros(2, dtype=torch.int64, device=x.device)  # above the limit, and none of those equal to it
-    state[0].fill_(limit)
-    ends = _ends(x, state, 0, nan=False)
-    found = int(ends[0, -1]) if x.numel() else 0
-    return _gather(x, state, ends, min(cap, found), 0, nan=False)
-
-
-def _ends(x, state, low, nan):
-    """int64[2, tiles]: entries above and equal, up to and including each tile."""
-    programs = triton.cdiv(x.numel(), SIZE)
-    counts = torch.empty(2, programs, dtype=torch.int64, device=x.device)
-    launch(_count, programs, x, state, counts, x.numel(), LOW=low, NAN=nan, SIZE=SIZE)
-    return counts.cumsum(dim=1)
-
-
-def _gather(x, state, ends, size, low, nan):
-    index = torch.empty(size, dtype=torch.int64, device=x.device)
-    values = torch.empty(size, dtype=x.dtype, device=x.device)
-    programs = triton.cdiv(x.numel(), SIZE)
-    launch(_compact, programs, x, state, ends, index, values, x.numel(), size, LOW=low, NAN=nan, SIZE=SIZE)
+    limit = _limit(x, threshold)
+    marked = _marked(x, limit)
+    index, values = _room(x, min(cap, int(marked[1][0, _tiles(x) :].sum())))
+    _written(x, marked, limit, index, values)
     return index, values
+
+
+def select_into(x, threshold, index, values):
+    """No host synchronisation."""
+    limit = _limit(x, threshold)
+    return _written(x, _marked(x, limit), limit, index, values, pad=True)
+
+
+def _limit(x, threshold):
+    """The threshold on the card, rounded to x's dtype."""
+    if isinstance(threshold, torch.Tensor):
+        return threshold.to(x.device, x.dtype)
+    return torch.full((), threshold, dtype=x.dtype, device=x.device)
+
+
+def _room(x, k):
+    return torch.empty(k, dtype=torch.int64, device=x.device), torch.empty(k, dtype=x.dtype, device=x.device)
+
+
+def _tiles(x):
+    return triton.cdiv(x.numel(), TILE)
+
+
+def _marked(x, limit, low=0, ties=False):
+    """(marks, a bit a value; counts: int64[rows, tiles, then groups])."""
+    n, count = x.numel(), _tiles(x)
+    marks = torch.empty((1 + ties) * count * TILE // 8, dtype=torch.uint8, device=x.device)
+    counts = torch.zeros(1 + ties, count + triton.cdiv(count, GROUP), dtype=torch.int64, device=x.device)
+    constants = {"LOW": low, "TIES": ties, "TILE": TILE, "GROUP": GROUP, "SIZE": SIZE}
+    launch(_mark, triton.cdiv(n, SIZE), x, limit, marks, counts, n, count, **constants, warps=MARK_WARPS)
+    return marks, counts
+
+
+def _written(x, marked, limit, index, values, ties=False, pad=False):
+    """Fill index and values; returns how many entries there are, 0-d (with ties: above the limit)."""
+    n, room, count = x.numel(), index.numel(), _tiles(x)
+    found = torch.zeros((), dtype=torch.int64, device=x.device)
+    constants = {"TIES": ties, "TILE": TILE, "GROUP": GROUP}
+    launch(_place, count, *marked, limit, index, found, n, room, count, **constants, warps=PLACE_WARPS)
+    launch(_fetch, triton.cdiv(room, FETCH), x, index, values, found, room, PAD=pad, SIZE=FETCH, warps=FETCH_WARPS)
+    return found
 
 
 def scatter_add(out, index, values):

@@ -8,11 +8,10 @@ import triton.language as tl
 
 from thinwire.kernels import sign as layout
 from thinwire.kernels.gpu import tile as tiles
-from thinwire.kernels.gpu.launch import launch, tiling
+from thinwire.kernels.gpu.launch import launch, line, tiling
 from thinwire.kernels.gpu.quantize import programs_for, scale_limit
 from thinwire.kernels.gpu.scalar import (
     INFINITY_BITS,
-    MAGNITUDE,
     NONFINITE,
     as_integer,
     bits_of,
@@ -30,7 +29,7 @@ GRID = tl.constexpr(float(layout.GRID))
 def _mean_scale(x, count, limit):
     """Scale codes of the blocks' mean magnitudes, summed on the integer grid; count: values in each block."""
     SMALL: tl.constexpr = x.shape[0] * x.shape[2] <= 1024  # steps are at most 2^20: 1024 of them fit 32 bits
-    top = tiles.row_max(bits_of(x) & MAGNITUDE)
+    top = tiles.row_top(x)
     good = (top > 0) & (top < INFINITY_BITS)
     absmax = tl.where(good, float_of(top), 1.0)
     share = tl.math.div_rn(tl.where(tiles.row(good), tl.abs(x), 0.0), tiles.row(absmax))
@@ -84,16 +83,16 @@ def _decode(wire, out, n, cut, ALIGNED: tl.constexpr, SHAPE: tl.constexpr, BLOCK
 def encode_sign(x, block):
     n, cut, limit = x.numel(), codes_bytes(x.numel(), 1), scale_limit(1, torch.finfo(x.dtype).max)
     wire = torch.empty(layout.sign_bytes(n, block, x.dtype), dtype=torch.uint8, device=x.device)
-    shape, warps = tiling(block, x.dtype.itemsize)
-    programs = programs_for(n, 1, block, shape)
-    launch(_encode, programs, x, wire, n, cut, limit, SHAPE=shape, BLOCK=block, warps=warps)
+    tiled = tiling(block, line(x.element_size()))
+    programs = programs_for(n, 1, block, tiled["SHAPE"])
+    launch(_encode, programs, x, wire, n, cut, limit, BLOCK=block, **tiled)
     return wire
 
 
 def decode_sign(wire, n, block, dtype):
     wire, out = wire.contiguous(), torch.empty(n, dtype=dtype, device=wire.device)
-    shape, warps = tiling(block, dtype.itemsize)
-    constants = {"ALIGNED": wire.data_ptr() % 4 == 0, "SHAPE": shape, "BLOCK": block}
-    programs = triton.cdiv(n, shape[1] * block)
-    launch(_decode, programs, wire, out, n, codes_bytes(n, 1), **constants, warps=warps)
+    tiled = tiling(block, line(dtype.itemsize))
+    programs = triton.cdiv(n, tiled["SHAPE"][1] * block)
+    aligned = wire.data_ptr() % 4 == 0
+    launch(_decode, programs, wire, out, n, codes_bytes(n, 1), ALIGNED=aligned, BLOCK=block, **tiled)
     return out

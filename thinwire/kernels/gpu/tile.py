@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thinwire.kernels.gpu.scalar import narrow, widen
+from thinwire.kernels.gpu.scalar import INTERPRETED, MAGNITUDE, bits_of, hash32, hash32_near, narrow, widen
 
 
 @triton.jit
@@ -47,6 +47,14 @@ def inside(start, n, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def hashes(start, k0, k1, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+    """uint32[PARTS, ROWS, WIDTH]: hash32 of the places of a tile that begins at value `start`."""
+    if (SHAPE[1] * BLOCK) & (SHAPE[1] * BLOCK - 1) == 0:  # no carry into the high word inside a tile
+        return hash32_near(start, offsets(SHAPE, BLOCK), k0, k1)
+    return hash32(start + offsets(SHAPE, BLOCK), k0, k1)
+
+
+@triton.jit
 def is_full(start, n, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
     return (start + SHAPE[1] * BLOCK <= n) & (SHAPE[0] * SHAPE[2] == BLOCK)
 
@@ -61,6 +69,24 @@ def row(x):
 def row_max(x):
     """[PARTS, ROWS, WIDTH] → [ROWS]."""
     return tl.max(tl.max(x, axis=0), axis=1)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def row_top(x):
+    """float32 tile → int32[ROWS]: bits of max|x|, above those of infinity where there is a NaN.
+
+    On the card by the float maximum, whose operands take an absolute value for nothing.
+    """
+    if INTERPRETED:
+        top = row_max(bits_of(x) & MAGNITUDE)
+    else:
+        top = bits_of(tl.reduce(tl.reduce(tl.abs(x), 0, _larger), 1, _larger))
+    return top
 
 
 @triton.jit
@@ -115,28 +141,35 @@ def read_run(source, start, n, SIZE: tl.constexpr):
 
 
 @triton.jit
-def pack(codes, wire, tile, size, BITS: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr):
-    """codes: int32[PARTS, ROWS, WIDTH], zero outside → the tile's bytes, of `size` bytes in all.
+def pack(
+    codes, wire, tile, size, BITS: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
+    BIAS: tl.constexpr = 0,
+):  # fmt: skip
+    """int32[PARTS, ROWS, WIDTH]: codes + BIAS → the tile's bytes, of `size` bytes in all; zero where outside.
 
-    Eight codes make BITS bytes. The wire is our own allocation, so its words are aligned.
+    Eight codes make a word of BITS bytes, or four one of four bytes, so that words change threads, never values: a
+    store of single bytes would make Triton give each thread 16 values in a row, loads included. The wire is our
+    own allocation, so its words are aligned.
     """
+    EACH: tl.constexpr = 4 if BITS == 8 else 8
+    BYTES: tl.constexpr = EACH * BITS // 8
+    WORD: tl.constexpr = 32 if BYTES <= 4 else 64
+    ONES: tl.constexpr = ((1 << (BITS * EACH)) - 1) // ((1 << BITS) - 1)  # 1 in each code of a word
     first = tile * (SHAPE[1] * (BLOCK // 8 * BITS))
-    if BITS == 8:
-        store(wire, codes.to(tl.uint8), first, size, SHAPE, BLOCK, FULL)
+    wide = codes.to(tl.uint32 if WORD == 32 else tl.uint64)
+    some = tl.reshape(wide, [SHAPE[0] * SHAPE[1], SHAPE[2] // EACH, EACH])
+    words = tl.sum(some << (tl.arange(0, EACH) * BITS)[None, None, :], axis=2)
+    words += (BIAS * ONES) & ((1 << WORD) - 1)
+    places, column = _lines(SHAPE, BLOCK // EACH, SHAPE[2] // EACH)
+    if FULL and BYTES == 4:
+        tl.store((wire + first).to(tl.pointer_type(tl.uint32)) + places, words)
+    elif FULL and BYTES == 2:
+        tl.store((wire + first).to(tl.pointer_type(tl.uint16)) + places, words.to(tl.uint16))
     else:
-        wide = codes.to(tl.uint32 if BITS <= 4 else tl.uint64)
-        eights = tl.reshape(wide, [SHAPE[0] * SHAPE[1], SHAPE[2] // 8, 8])
-        words = tl.sum(eights << (tl.arange(0, 8) * BITS)[None, None, :], axis=2)
-        places, column = _lines(SHAPE, BLOCK // 8, SHAPE[2] // 8)
-        if BITS == 4 and FULL:
-            tl.store((wire + first).to(tl.pointer_type(tl.uint32)) + places, words)
-        elif BITS == 2 and FULL:
-            tl.store((wire + first).to(tl.pointer_type(tl.uint16)) + places, words.to(tl.uint16))
-        else:
-            for i in tl.static_range(BITS):
-                place, byte = places * BITS + i, (words >> (8 * i)).to(tl.uint8)
-                used = (column < BLOCK // 8) & (first + place < size)
-                tl.store(wire + first + place, byte, mask=None if FULL else used)
+        for i in tl.static_range(BYTES):
+            place, byte = places * BYTES + i, (words >> (8 * i)).to(tl.uint8)
+            used = (column < BLOCK // EACH) & (first + place < size)
+            tl.store(wire + first + place, byte, mask=None if FULL else used)
 
 
 @triton.jit
@@ -145,23 +178,23 @@ def unpack(
     FULL: tl.constexpr,
 ):  # fmt: skip
     """The inverse: int32[PARTS, ROWS, WIDTH]. ALIGNED: the wire may be read in words (a message lies anywhere)."""
+    EACH: tl.constexpr = 4 if BITS == 8 else 8
+    BYTES: tl.constexpr = EACH * BITS // 8
     first = tile * (SHAPE[1] * (BLOCK // 8 * BITS))
-    if BITS == 8:
-        return load(wire, first, size, SHAPE, BLOCK, FULL).to(tl.int32)
-    places, column = _lines(SHAPE, BLOCK // 8, SHAPE[2] // 8)
-    if BITS == 4 and FULL and ALIGNED:
+    places, column = _lines(SHAPE, BLOCK // EACH, SHAPE[2] // EACH)
+    if FULL and ALIGNED and BYTES == 4:
         words = tl.load((wire + first).to(tl.pointer_type(tl.uint32)) + places)
-    elif BITS == 2 and FULL and ALIGNED:
+    elif FULL and ALIGNED and BYTES == 2:
         words = tl.load((wire + first).to(tl.pointer_type(tl.uint16)) + places).to(tl.uint32)
     else:
-        words = tl.zeros([SHAPE[0] * SHAPE[1], SHAPE[2] // 8], tl.uint32 if BITS <= 4 else tl.uint64)
-        for i in tl.static_range(BITS):
-            place = places * BITS + i
-            used = (column < BLOCK // 8) & (first + place < size)
+        words = tl.zeros([SHAPE[0] * SHAPE[1], SHAPE[2] // EACH], tl.uint32 if BYTES <= 4 else tl.uint64)
+        for i in tl.static_range(BYTES):
+            place = places * BYTES + i
+            used = (column < BLOCK // EACH) & (first + place < size)
             byte = tl.load(wire + first + place) if FULL else tl.load(wire + first + place, mask=used, other=0)
             words |= byte.to(words.dtype) << (8 * i)
-    eights = (words[:, :, None] >> (tl.arange(0, 8) * BITS)[None, None, :]) & ((1 << BITS) - 1)
-    return tl.reshape(eights, [SHAPE[0], SHAPE[1], SHAPE[2]]).to(tl.int32)
+    some = (words[:, :, None] >> (tl.arange(0, EACH) * BITS)[None, None, :]) & ((1 << BITS) - 1)
+    return tl.reshape(some, [SHAPE[0], SHAPE[1], SHAPE[2]]).to(tl.int32)
 
 
 @triton.jit

@@ -1,0 +1,52 @@
+"""The card's benchmark can be read and set up without a card, so that a break shows before a card is there."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+def test_gpu_options(load, capsys):
+    gpu = load("gpu")
+    options = gpu.parser().parse_args(["--only", "check", "--json", "x.json"])
+    assert options.only == ["check"] and options.json == Path("x.json")
+    assert tuple(gpu.parser().parse_args([]).only) == tuple(gpu.SECTIONS)
+    with pytest.raises(SystemExit):
+        gpu.parser().parse_args(["--only", "nothing"])
+    if not torch.cuda.is_available():
+        assert gpu.main([]) == 2
+        assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_gpu_check_list(load):
+    """Every case runs by the reference; against itself it does not differ."""
+    checks = load("gpu_checks")
+    names = set()
+    for where, (name, run) in checks.cases((0, 150)):
+        result = run(lambda x: x.clone(), "reference")
+        assert checks.mismatches(result, result) == 0, (name, where)
+        names.add(name.split()[0])
+    expected = "quantize delta sign hadamard histogram top kth select scatter pack ternary checksum indices"
+    assert names == set(expected.split())
+
+
+def test_gpu_rows(load):
+    """Every row of the table is set up, and its eager side runs; goals name rows that exist."""
+    kernels = load("gpu_kernels")
+    names = []
+    for _, row in kernels.rows("cpu", 1 << 13):
+        assert row.moved > 0
+        row.eager()
+        names.append(row.name)
+    assert set(kernels.GOALS) <= set(names)

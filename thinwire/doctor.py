@@ -1,6 +1,7 @@
 """`thinwire doctor`: what this machine can do, found by trying, and what to do where it cannot.
 
 A missing optional part is not a failure: the exit status is 1 only where the library itself would not work.
+With `--listen` and `--peers` it looks at the way to other machines instead (doctor_peers.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from thinwire import doctor_peers
 from thinwire.report.show import progress, table, write_json
 
 
@@ -29,9 +31,12 @@ class Finding:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="PATH", help="write the findings to PATH")
+    doctor_peers.configure(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.peers or args.listen:
+        return doctor_peers.run(args)
     findings: list[Finding] = []
     with progress("doctor", len(CHECKS)) as advance:
         for check in CHECKS:

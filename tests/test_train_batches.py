@@ -70,6 +70,8 @@ def test_shuffling_is_a_matter_of_the_seed_and_shuffles() -> None:
     assert first != second
     flat = [i for step in first[0] for i in step]
     assert flat != sorted(flat) and flat != samples.ids[samples.train].tolist()
+    lanes = [{i: lane for step in run[0] for lane, i in enumerate(step)} for run in (first, second)]
+    assert lanes[0] != lanes[1], "which samples share a lane is dealt by the seed too"
     places = {int(i): n for n, i in enumerate(samples.ids)}
     order = np.array([places[i] for i in flat])
     assert abs(np.corrcoef(order, np.arange(64))[0, 1]) < 0.4

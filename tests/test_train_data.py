@@ -149,9 +149,14 @@ def test_which_tokenizer(checkpoint, tmp_path) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(checkpoint) -> None:
     tokenizer = CheckpointTokenizer(checkpoint)
-    tokenizer._inner.chat_template = "{% for m in messages %}hello {% endfor %}" + TEMPLATE
-    with pytest.raises(UsageError, match="rewrites earlier turns; cannot mask turn 1"):
-        tokenizer.chat([{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}] * 2)
+    closing = "{% if not add_generation_prompt %}world{% endif %}"
+    for template in ("{% for m in messages %}hello {% endfor %}" + TEMPLATE, TEMPLATE + closing):
+        tokenizer._inner.chat_template = template
+        with pytest.raises(UsageError, match="rewrites earlier turns; cannot mask turn 1"):
+            tokenizer.chat([{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}] * 2)
+    tokenizer._inner.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UsageError, match="the chat template refuses these turns: roles must alternate"):
+        tokenizer.chat([{"role": "user", "content": "hello"}])
     tokenizer._inner.chat_template = None
     with pytest.raises(UsageError, match="no chat template"):
         tokenizer.chat([{"role": "user", "content": "hello"}])
@@ -173,7 +178,14 @@ def test_without_paths_the_standard_library_up_to_a_size() -> None:
     assert sum(len(d.text.encode()) for d in small) == 10_000
     assert [d.where for d in small] == [d.where for d in large][: len(small)] == sorted(d.where for d in small)
     assert small[0].text.startswith(large[0].text[:100]) and "import" in large[0].text
-    assert not any("test/" in d.where or "site-packages" in d.where for d in large)
+
+
+def test_tests_and_installed_packages_are_no_part_of_the_library(tmp_path, monkeypatch) -> None:
+    for name in ("b.py", "a/c.py", "test/d.py", "a/tests/e.py", "site-packages/f.py", "a/g.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert [d.text for d in read_documents(DataConfig())] == ["a/c.py", "b.py"]
 
 
 def test_a_data_set_on_disk(tmp_path, monkeypatch) -> None:

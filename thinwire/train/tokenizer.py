@@ -90,9 +90,12 @@ class CheckpointTokenizer:
 
     def _render(self, turns: Turns, prompt: bool = False) -> list[int]:
         """Through text, so that a template's specials are read once, and every prefix the same way."""
-        if not turns and not prompt:
-            return []
-        text = self._inner.apply_chat_template([*turns], tokenize=False, add_generation_prompt=prompt)
+        from jinja2 import TemplateError
+
+        try:
+            text = self._inner.apply_chat_template([*turns], tokenize=False, add_generation_prompt=prompt)
+        except TemplateError as error:  # roles that do not alternate, no user's turn first, …
+            raise UsageError(f"the chat template refuses these turns: {error}") from None
         return list(self._inner(text, add_special_tokens=False)["input_ids"])
 
 

@@ -10,7 +10,7 @@ the variance stands still it is linear: m/√v̂ with a constant v̂. So (1-bit 
     optimizer = tw.optim.FrozenAdam(model.named_parameters(), lr=3e-4, freeze_after=500)
 
 It averages over the ranks itself, so it takes *local* gradients: a plain module, or DDP under `no_sync` all the time.
-Four bits are the default: on small problems they cost nothing beyond what freezing costs, one bit 3 to 20 % of loss
+Four bits are the default: on small problems they cost nothing beyond what freezing costs, one bit 1 to 28 % of loss
 (docs/ddp.md).
 """
 

@@ -38,8 +38,11 @@ class Attachment:
             if dist.is_initialized() and dist.get_world_size() > 1:
                 raise UsageError(f"compress_trainer wants a trainer that uses DDP, not {type(model).__name__}")
             return
-        if self.handle is None or self.handle.model is not model:
-            self.handle = compress_ddp(model, self.wire, scaler=scaler, **self.settings)
+        if self.handle is not None and self.handle.model is model:
+            return
+        if self.handle is not None:
+            self.handle.close()
+        self.handle = compress_ddp(model, self.wire, scaler=scaler, **self.settings)
 
 
 class _HuggingFace(Attachment):
@@ -54,12 +57,17 @@ class _HuggingFace(Attachment):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.handle is not None:
-            rank, size = self.handle.reducer.rank, self.handle.reducer.size
-            torch.save(self.handle.state_dict(), _checkpoint(args, state) / f"thinwire-{rank}of{size}.pt")
+            torch.save(self.handle.state_dict(), self._file(_checkpoint(args, state)))
+
+    def _file(self, folder: Path) -> Path:
+        assert self.handle is not None
+        return folder / f"thinwire-{self.handle.reducer.rank}of{self.handle.reducer.size}.pt"
 
     def _resume(self, folder: Path) -> None:
+        """This rank's file, or, where another number of ranks wrote the checkpoint, all of theirs."""
         assert self.handle is not None
-        files = sorted(folder.glob("thinwire-*of*.pt"))
+        own = self._file(folder)
+        files = [own] if own.exists() else sorted(folder.glob("thinwire-*of*.pt"))
         if not files:
             log.warning("thinwire: no compression state in %s: residuals start empty", folder)
             return

@@ -110,3 +110,31 @@ def test_killed_ranks_change_nothing(tmp_path):
         final = merged(net.run(several, [(rough, True)], timeout=100, echo=False))[0]
     assert final == expected
     assert losses(tmp_path / "rough") == losses(tmp_path / "smooth")
+
+
+@pytest.mark.timeout(280)
+def test_variants_train_and_are_loaded_back(tmp_path):
+    """FrozenAdam, LoRA with a first stage that has nothing to train, GPT-2 under bf16: they learn, resume, and load."""
+    frozen = {"gradient": {"collective": "quantized", "bits": 4}, "embedding": {"sync": "fused"}}
+    lora = {"tied": True, "lora": {"r": 4, "from_layer": 2}}
+    runs = {
+        "frozen": settings(tmp_path / "frozen", frozen, mesh=SQUARE, optim={"name": "frozen_adam", "warmup": 4}),
+        "lora": settings(tmp_path / "lora", MAX, mesh=SQUARE, model=lora, optim={"lr": 3e-2}),
+        "gpt2": settings(
+            tmp_path / "gpt2", MAX, mesh=SQUARE, model={"type": "gpt2"}, run={"autocast": "bf16", "recompute": True}
+        ),
+    }
+    with Network(hosts=4, preload=PRELOAD) as net:
+        first = merged(net.run(several, [(config, False) for config in runs.values()], timeout=160, echo=False))
+        for name in runs:
+            shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000009")
+        again = merged(net.run(several, [(config, True) for config in runs.values()], timeout=120, echo=False))
+    assert first == again
+    for name in runs:
+        assert held_out(tmp_path / name)[-1] < held_out(tmp_path / name)[0] - 0.05, name
+    transformers = pytest.importorskip("transformers")
+    for name in ("frozen", "gpt2"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
+        weights = dict(model.named_parameters())
+        assert weights and all(p.isfinite().all() for p in weights.values())
+    assert (tmp_path / "lora" / "model" / "adapter_model.safetensors").exists()

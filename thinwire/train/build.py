@@ -15,7 +15,7 @@ from thinwire.train.config import TrainConfig
 from thinwire.train.engine import Alone, Piped
 from thinwire.train.mesh import Mesh, make_mesh
 from thinwire.train.models import Blueprint, build_stages, named_parameters, plan_model
-from thinwire.train.optim import groups, total_steps
+from thinwire.train.optim import total_steps
 from thinwire.train.samples import Samples, make_samples
 from thinwire.train.stage import Stage
 from thinwire.train.tokenizer import open_tokenizer
@@ -64,7 +64,7 @@ def build(config: TrainConfig, say: Callable[[str], None]) -> Parts:
     engine: Alone | Piped = (
         Alone(config, stages[0]) if config.mesh.pp == 1 else Piped(config, wire, mesh, stages, len(samples.train), say)
     )
-    update = Update(config, wire, mesh, named, _tied(stages), _optimizer(config, named))
+    update = Update(config, wire, mesh, named, _tied(stages))
     steps = total_steps(config.optim, batches.steps_per_epoch)
     return Parts(config, mesh, blueprint, stages, named, engine, update, samples, batches, steps)
 
@@ -72,8 +72,3 @@ def build(config: TrainConfig, say: Callable[[str], None]) -> Parts:
 def _tied(stages: Mapping[int, Stage]) -> str | None:
     """The name of this rank's copy of a tied embedding, where another rank has one too."""
     return next((stage.tied for stage in stages.values() if stage.tied), None)
-
-
-def _optimizer(config: TrainConfig, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    optim = config.optim
-    return torch.optim.AdamW(groups(optim, named), lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=True)

@@ -96,7 +96,9 @@ class Piped:
         if not train:
             return self._evaluate(batch)
         losses: list[Tensor] = []
-        said = {"shape": tuple(batch.inputs.shape), "ids": batch.ids, "next_ids": upcoming} if self.first else {}
+        said: dict[str, Any] = {}
+        if self.first:
+            said = {"shape": tuple(batch.inputs.shape), "ids": batch.ids, "next_ids": upcoming}
         with self.pipeline.step(**said):
             target = {"target": batch.labels, "losses": losses} if self.last else {}
             self.schedule.step(*((batch.inputs,) if self.first else ()), **target)
@@ -105,7 +107,8 @@ class Piped:
     @torch.no_grad()
     def _evaluate(self, batch: Batch) -> Tensor | None:
         """Forward only, uncompressed, micro-batch by micro-batch: torch's V schedules cannot leave backward out."""
-        total, sends, mine = torch.zeros(()), [], {part.stage_index: part for part in self.parts}
+        total, mine = torch.zeros(()), {part.stage_index: part for part in self.parts}
+        sends: list[dist.Work] = []
         for tokens, labels in zip(batch.inputs.chunk(self.microbatches), batch.labels.chunk(self.microbatches)):
             x = tokens
             for stage, rank in enumerate(self.rank_of):
@@ -118,8 +121,10 @@ class Piped:
                 if stage == len(self.rank_of) - 1:
                     total += self.loss(x, labels)
                 elif self.rank_of[stage + 1] != rank:
-                    sends.append((dist.isend(x, group=self.group, group_dst=self.rank_of[stage + 1]), x))
-        for work, _ in sends:
+                    sends += dist.batch_isend_irecv(
+                        [dist.P2POp(dist.isend, x, group=self.group, group_peer=self.rank_of[stage + 1])]
+                    )
+        for work in sends:
             work.wait()
         return total if self.last else None
 

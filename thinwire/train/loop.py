@@ -24,6 +24,7 @@ from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import TrainConfig
 from thinwire.train.metrics import Metrics
 from thinwire.train.optim import rate
+from thinwire.train.publish import publish
 from thinwire.train.totals import Totals
 
 
@@ -80,6 +81,8 @@ class Trainer:
             if last or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
                 self._save()
         self._write("end", seconds=self.seconds)
+        model = publish(self.parts, self.out / "model", self.checkpoints.shared)
+        self.say(f"the trained model is in {model}")
         return held_out
 
     def _train_step(self) -> None:

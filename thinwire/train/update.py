@@ -1,11 +1,15 @@
-"""From local gradients to new weights: average over replicas, tie, clip over the whole mesh, step, or skip together."""
+"""From local gradients to new weights: average over replicas, tie, clip over the whole mesh, step, or skip together.
+
+With AdamW gradients are averaged here (Reducer). FrozenAdam averages momenta itself and takes local gradients; a tied
+embedding then still goes through its own reduction and AdamW, so that its two copies stay one parameter.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,80 +17,91 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.collectives.base import world
+from thinwire.optim import FrozenAdam
 from thinwire.parallel.exchange import Exchange
 from thinwire.parallel.reducer import Reducer
 from thinwire.parallel.tied import TiedEmbedding
 from thinwire.train.config import TrainConfig
 from thinwire.train.mesh import Mesh
+from thinwire.train.optim import groups
 from thinwire.wire import Wire
+
+Named = dict[str, nn.Parameter]
 
 
 class Update:
-    """Owns the reducer, the tied embedding and the optimiser of this rank's parameters."""
+    """Owns the reducer, the tied embedding and the optimisers of this rank's parameters."""
 
-    def __init__(
-        self, config: TrainConfig, wire: Wire, mesh: Mesh, named: dict[str, nn.Parameter], tied: str | None,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:  # fmt: skip
-        self.config, self.mesh, self.named, self.optimizer = config, mesh, named, optimizer
-        seed = config.run.seed
-        rest = [(name, p) for name, p in named.items() if name != tied]
-        self.reducer = Reducer(rest, wire, mesh.dp, seed=seed) if rest else None
-        self.tied = None
+    def __init__(self, config: TrainConfig, wire: Wire, mesh: Mesh, named: Named, tied: str | None) -> None:
+        self.config, self.mesh, self.named = config, mesh, named
+        rest = {name: p for name, p in named.items() if name != tied}
+        self.frozen: FrozenAdam | None = None
+        self.reducer: Reducer | None = None
+        self.tied: TiedEmbedding | None = None
+        self.adam: torch.optim.AdamW | None = None
+        if config.optim.name == "frozen_adam" and rest:
+            self.frozen = _frozen_adam(config, wire, mesh, rest)
+        elif rest:
+            self.reducer = Reducer(rest.items(), wire, mesh.dp, seed=config.run.seed)
         if tied is not None:
-            self.tied = TiedEmbedding(named[tied], wire, mesh.ends, mesh.dp, mesh.pair, seed=seed)
+            self.tied = TiedEmbedding(named[tied], wire, mesh.ends, mesh.dp, mesh.pair, seed=config.run.seed)
+        by_adam = named if self.frozen is None else {name: p for name, p in named.items() if name == tied}
+        if by_adam:
+            self.adam = torch.optim.AdamW(groups(config.optim, by_adam), **_moments(config), foreach=True)
         self.counted_once = [p for name, p in named.items() if name != tied or mesh.is_first]
         self.skips, self.waited = 0, 0.0
         self.last_norm: float | None = None
 
     def apply(self, rate: float) -> float | None:
         """One optimiser step at this learning rate; the gradient's norm, or None where the step was skipped."""
-        with _bracket(self.reducer), _bracket(self.tied.reducer if self.tied else None):
+        with ExitStack() as brackets:
+            for reducer in self._reducers().values():
+                brackets.enter_context(reducer.step())
             self._reduce()
             norm = self.norm()
             if not math.isfinite(norm):
-                self._reject()
+                for reducer in self._reducers().values():
+                    reducer.failed = True
         if not math.isfinite(norm):
             self.skips += 1
             return None
         if self.config.optim.clip and norm > self.config.optim.clip:
-            for parameter in self.named.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self.config.optim.clip / norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+            self._scale(self.config.optim.clip / norm)
+        for optimizer in self._optimizers():
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
         if self.tied is not None:
             self.tied.check()
         return norm
 
     def norm(self) -> float:
-        """Of the whole gradient, over all stages; NaN or Inf anywhere is seen by everybody."""
+        """Of the whole gradient, over all stages; NaN or Inf anywhere is seen by everybody.
+
+        Local gradients (FrozenAdam's) are not the same on all replicas: then the root of their mean square.
+        """
         total = _squares(self.counted_once)
         if world(self.mesh.pp)[0] > 1:
             dist.all_reduce(total, group=self.mesh.pp)
+        if self.config.optim.name == "frozen_adam" and world(self.mesh.dp)[0] > 1:
+            dist.all_reduce(total, group=self.mesh.dp)
+            total /= world(self.mesh.dp)[0]
         return float(total.sqrt())
 
     def zero_grad(self) -> None:
         for parameter in self.named.values():
             parameter.grad = None
 
-    def scale_gradients(self, factor: float) -> None:
-        if factor != 1:
-            for parameter in self.named.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
-
     def close(self) -> None:
-        for reducer in self._compressed().values():
+        for reducer in self._reducers().values():
             reducer.close()
 
     # --- what it has sent, for the metrics
 
     @property
     def gradient_sent(self) -> int:
-        """Bytes of gradients that this rank has sent."""
-        return self.reducer.exchange.sent if self.reducer else 0
+        """Bytes of gradients (or momenta) that this rank has sent."""
+        return sum(exchange.sent for exchange in self._exchanges())
 
     @property
     def embedding_sent(self) -> int:
@@ -94,16 +109,63 @@ class Update:
 
     @property
     def raw_sent(self) -> int:
-        """What an exact all-reduce in fp32 would have sent so far."""
-        return sum(_ring(r.size, r.exchange) * r.exchange.steps for r in self._compressed().values())
+        """What exact all-reduces in fp32 would have sent so far."""
+        every = [*self._exchanges(), *([self.tied.reducer.exchange] if self.tied else [])]
+        return sum(_ring(exchange) * exchange.steps for exchange in every)
 
     @property
     def gradient_error(self) -> float | None:
         """‖residual‖ / ‖gradient‖ of this rank: how many steps' worth of gradient is still owed."""
-        if self.reducer is None or self.last_norm in (None, 0.0):
+        if self.reducer is None or not self.last_norm:
             return None
         owed = self.reducer.exchange.residual_norm()
         return None if owed is None else owed / self.last_norm
+
+    # --- state: compression per replica and position, moments by parameter name
+
+    def state_dict(self) -> dict[str, Tensor]:
+        out = {}
+        for optimizer in self._optimizers():
+            for name, parameter in self.named.items():
+                for field, value in optimizer.state.get(parameter, {}).items():
+                    out[f"optim/{name}/{field}"] = value
+        for prefix, reducer in self._reducers().items():
+            out |= {f"{prefix}/{name}": value for name, value in reducer.state_dict().items()}
+        if self.frozen is not None:
+            saved = self.frozen.state_dict()
+            out |= {f"{self._momentum}/{name}": value for name, value in saved["wire"].items()}
+            out["frozen"] = torch.tensor(self.frozen.frozen)
+        return out
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for optimizer in self._optimizers():
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                name = next(n for n, p in self.named.items() if p is parameter)
+                fields = _under(f"optim/{name}/", state)
+                if fields:
+                    optimizer.state[parameter] = fields
+        for prefix, reducer in self._reducers().items():
+            own = _under(f"{prefix}/", state)
+            if own:
+                reducer.load_state_dict(own)
+        if self.frozen is not None:
+            whole = self.frozen.state_dict()
+            whole["wire"] = _under(f"{self._momentum}/", state)
+            whole["freezing"] = {"frozen": bool(state["frozen"]), "norms": [], "skips": 0}
+            self.frozen.load_state_dict(whole)
+
+    def wants(self, name: str) -> bool:
+        """Is this name of a checkpoint for this rank?"""
+        if name == "frozen" or name.startswith((*(f"{p}/" for p in self._reducers()), f"{self._momentum}/")):
+            return True
+        kind, _, rest = name.partition("/")
+        return kind == "optim" and rest.rpartition("/")[0] in self.named
+
+    # --- inside
+
+    @property
+    def _momentum(self) -> str:
+        return f"momentum-{self.mesh.position}"
 
     def _reduce(self) -> None:
         began = time.perf_counter()
@@ -114,43 +176,39 @@ class Update:
             self.tied.finish()
         self.waited = time.perf_counter() - began
 
-    def _reject(self) -> None:
-        for reducer in (self.reducer, self.tied.reducer if self.tied else None):
-            if reducer is not None:
-                reducer.failed = True
+    def _scale(self, factor: float) -> None:
+        for parameter in self.named.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
-    # --- state: compression per replica and position, moments by parameter name
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for optimizer in (self.adam, self.frozen) if optimizer is not None]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        out = {}
-        for name, parameter in self.named.items():
-            for field, value in self.optimizer.state[parameter].items():
-                out[f"optim/{name}/{field}"] = value
-        for prefix, reducer in self._compressed().items():
-            out |= {f"{prefix}/{name}": value for name, value in reducer.state_dict().items()}
-        return out
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, parameter in self.named.items():
-            prefix = f"optim/{name}/"
-            fields = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
-            if fields:
-                self.optimizer.state[parameter] = fields
-        for prefix, reducer in self._compressed().items():
-            own = {n.removeprefix(f"{prefix}/"): v for n, v in state.items() if n.startswith(f"{prefix}/")}
-            if own:
-                reducer.load_state_dict(own)
-
-    def wants(self, name: str) -> bool:
-        """Is this name of a checkpoint for this rank?"""
-        if any(name.startswith(f"{prefix}/") for prefix in self._compressed()):
-            return True
-        kind, _, rest = name.partition("/")
-        return kind == "optim" and rest.rpartition("/")[0] in self.named
-
-    def _compressed(self) -> dict[str, Reducer]:
+    def _reducers(self) -> dict[str, Reducer]:
         out = {} if self.reducer is None else {f"gradient-{self.mesh.position}": self.reducer}
         return out if self.tied is None else out | {"embedding": self.tied.reducer}
+
+    def _exchanges(self) -> list[Exchange]:
+        own = self.reducer.exchange if self.reducer else self.frozen.exchange if self.frozen else None
+        return [] if own is None else [own]
+
+
+def _frozen_adam(config: TrainConfig, wire: Wire, mesh: Mesh, rest: Named) -> FrozenAdam:
+    """Frozen when the warm-up of the rate is over; the wire's gradient section is for its momentum."""
+    named: Any = [{**g, "params": list(zip(g.pop("names"), g["params"]))} for g in groups(config.optim, rest)]
+    given = {"wire": wire} if wire.gradient is not None else {"wire": "off"}
+    return FrozenAdam(
+        named, **_moments(config), weight_decay=config.optim.weight_decay, freeze_after=max(1, config.optim.warmup),
+        group=mesh.dp, seed=config.run.seed, **given,
+    )  # fmt: skip
+
+
+def _moments(config: TrainConfig) -> dict[str, Any]:
+    return {"lr": config.optim.lr, "betas": config.optim.betas, "eps": config.optim.eps}
+
+
+def _under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
 def _squares(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -158,9 +216,6 @@ def _squares(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
-def _ring(size: int, exchange: Exchange) -> int:
+def _ring(exchange: Exchange) -> int:
+    size, _ = world(exchange.group)
     return 2 * 4 * sum(unit.numel for unit in exchange.units) * (size - 1) // size
-
-
-def _bracket(reducer: Reducer | None) -> AbstractContextManager[Any]:
-    return nullcontext() if reducer is None else reducer.step()

@@ -134,7 +134,7 @@ def run(size: int, work: Callable[[int], Any]) -> tuple[list[Any], ThreadDist]:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(4 * LIMIT)
+            thread.join(20 * LIMIT)
     torch.set_num_threads(before)
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])

@@ -81,7 +81,7 @@ def balanced_gather(picked: Picked, counts: list[int], shift: int, n: int, code:
     size, rank = world(group)
     owners = [(region + shift) % size for region in range(size)]
     if max(counts) * size > CROWDED * sum(counts):
-        picked, counts = _hand_over(picked, counts, owners, n, group)
+        picked, counts = _hand_over(picked, counts, owners, n, Entries("fp32", code.indices), group)
     dtype = picked[1].dtype
     message = code.encode(*picked, n)
     arrived = swap([message] * size, [code.nbytes(n, c, dtype) for c in counts], group)
@@ -91,11 +91,12 @@ def balanced_gather(picked: Picked, counts: list[int], shift: int, n: int, code:
     ])  # fmt: skip
 
 
-def _hand_over(picked: Picked, counts: list[int], owners: list[int], n: int, group: Any) -> tuple[Picked, list[int]]:
+def _hand_over(
+    picked: Picked, counts: list[int], owners: list[int], n: int, exact: Entries, group: Any
+) -> tuple[Picked, list[int]]:
     """All entries, ascending, re-cut into P shares that differ by at most one; exact values, only what moves."""
     size, rank = world(group)
     index, values = picked
-    exact = Entries("fp32", "int32")
     starts = [0, *accumulate(counts[owner] for owner in owners)]
     shares = [starts[-1] * j // size for j in range(size + 1)]
     place = {owner: region for region, owner in enumerate(owners)}

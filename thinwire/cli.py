@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from thinwire.errors import UsageError
 
 COMMANDS = {
+    "demo": ("thinwire.demo", "the main job in minutes, on this machine: one training, uncompressed and compressed"),
     "train": ("thinwire.train.command", "train a language model over a slow network, everything compressed"),
     "convex": ("thinwire.convex.command", "the theory bench: compressed methods on convex problems, with figures"),
     "plan": ("thinwire.planner.command", "what every message costs, which the step waits for, and what to expect"),
@@ -27,6 +28,7 @@ BENCHES = {
     "link": ("thinwire.lab.bench", "raw TCP and Gloo against the lab's nominal rate"),
     "codecs": ("thinwire.codecs.bench", "encode and decode speed, beside other quantisers and memcpy"),
     "allreduce": ("thinwire.collectives.bench", "every collective on a slow network: seconds, bytes, words per k"),
+    "pipeline": ("thinwire.parallel.bench_pipeline", "compressed activations and gradients: step time, bytes, loss"),
 }
 
 

@@ -1,0 +1,87 @@
+"""The figure of `thinwire bench pipeline`: loss against time, step time against rate, speed-up against epochs."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from thinwire.errors import UsageError
+from thinwire.parallel.bench_pipeline_modes import MODES
+from thinwire.units import show_rate
+
+EPOCHS = (1, 2, 3, 5, 10)
+COLOURS = (
+    "#000000", "#999999", "#CC79A7", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#F0E442", "#7B3294",
+)  # fmt: skip
+
+
+def draw(result: dict[str, Any], path: str | Path) -> None:
+    figure = Figure(figsize=(17.0, 5.5), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    names = [n for n in dict.fromkeys(row["mode"] for row in result["time"]) if not MODES[n].ablation]
+    colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    rates = sorted({row["rate"] for row in result["time"] if row["rate"] is not None})
+    if rates and result["loss"]:
+        _loss_against_time(left, result, names, colour, rates[0])
+    _time_against_rate(middle, result, names, colour)
+    if rates:
+        _speed_up(right, result, names, colour, rates[0])
+    for axes in (left, middle, right):
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=7)
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write {path}: {error}") from None
+
+
+def seconds(result: dict[str, Any], name: str, rate: float, epochs: int) -> float | None:
+    """Of a run: the first epoch's steps are cold, the others' warm."""
+    row = next((r for r in result["time"] if r["mode"] == name and r["rate"] == rate), None)
+    if row is None:
+        return None
+    setup = result["setup"]
+    steps = setup["samples"] // (setup["rows"] * setup["microbatches"])
+    return steps * (row["cold"] + (epochs - 1) * row["warm"])
+
+
+def _loss_against_time(axes: Axes, result: dict[str, Any], names: list[str], colour: Any, rate: float) -> None:
+    for name in names:
+        runs = [row["losses"] for row in result["loss"] if row["mode"] == name]
+        if not runs:
+            continue
+        losses = [statistics.fmean(at) for at in zip(*runs)]
+        times = [0.0, *(seconds(result, name, rate, e + 1) or 0.0 for e in range(len(losses) - 1))]
+        axes.plot(times, losses, marker="o", markersize=3, color=colour[name], label=name)
+    axes.set(xlabel=f"seconds at {show_rate(rate)}", ylabel="held-out loss", xscale="symlog", title="loss")
+
+
+def _time_against_rate(axes: Axes, result: dict[str, Any], names: list[str], colour: Any) -> None:
+    for name in names:
+        rows = sorted((r["rate"], r["warm"]) for r in result["time"] if r["mode"] == name and r["rate"])
+        if rows:
+            axes.plot(*zip(*[(rate / 1e6, s) for rate, s in rows]), marker="o", color=colour[name], label=name)
+    axes.set(xlabel="Mbit/s", ylabel="seconds a warm step", xscale="log", yscale="log", title="steady state")
+
+
+def _speed_up(axes: Axes, result: dict[str, Any], names: list[str], colour: Any, rate: float) -> None:
+    for name in names:
+        points = []
+        for epochs in EPOCHS:
+            mine, base = seconds(result, name, rate, epochs), seconds(result, "fp32", rate, epochs)
+            if mine and base:
+                points.append((epochs, base / mine))
+        if points:
+            axes.plot(*zip(*points), marker="o", color=colour[name], label=name)
+    axes.axhline(1.0, color="#888888", linewidth=1)
+    axes.set(
+        xlabel="epochs, the first one cold", ylabel="speed-up over fp32", title=f"whole run at {show_rate(rate)}",
+        xscale="log", yscale="log",
+    )  # fmt: skip
+    axes.set_xticks(EPOCHS, [str(e) for e in EPOCHS])

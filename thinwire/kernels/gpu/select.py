@@ -17,8 +17,8 @@ from thinwire.kernels.gpu.scalar import MAGNITUDE, bits_of, narrow, widen
 
 __all__ = ["histogram", "kth_magnitude", "scatter_add", "select", "select_into", "top"]
 
-SIZE, MARK_WARPS = 4096, 4  # values a program marks, or entries it adds
-TILE, PLACE_WARPS = 16384, 4  # values whose entries a program places; SIZE divides TILE
+SIZE, MARK_WARPS = 8192, 8  # values a program marks, or entries it adds
+TILE, PLACE_WARPS = 16384, 1  # values whose entries a program places; SIZE divides TILE
 FETCH, FETCH_WARPS = 256, 4  # values a program fetches
 GROUP = 256  # tiles counted together: a program adds up the groups before its own, then the tiles before it
 

@@ -158,8 +158,11 @@ def test_a_browser_shows_it(made: Path) -> None:
 
 
 def test_one_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write(tmp_path / "one", events("safe", 1.0, 60_000))
+    run = write(tmp_path / "one", events("safe", 1.0, 60_000, rate=None))
     assert main(["report", run, "--out", str(tmp_path / "p.html")]) == 0
+    assert "No timeline: the run did not record the rate" in (tmp_path / "p.html").read_text()
+    assert main(["report", run, "--out", str(tmp_path / "p.html"), "--rate", "20mbit"]) == 0
+    assert (tmp_path / "p-timeline-1.png").exists()
     text = (tmp_path / "p.html").read_text()
     ET.fromstring(text)
     assert "40 steps in 40 s: held-out loss 3, 9.60 MB sent, 4.17× fewer than fp32 without compression." in text

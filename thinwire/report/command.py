@@ -15,7 +15,7 @@ from thinwire.report.runs import Run, read_runs
 from thinwire.report.show import progress, table, write_json
 from thinwire.report.summary import Summary, summarise
 from thinwire.report.timeline import simulated
-from thinwire.units import show_bytes
+from thinwire.units import parse_rate, show_bytes
 
 EXAMPLES = """examples:
   thinwire report out/train
@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folders that `thinwire train` wrote")
     parser.add_argument("--out", metavar="PAGE.html", default=DEFAULT, help="the page (%(default)s)")
+    parser.add_argument("--rate", help="of the network, for the simulated step of runs that did not record it: 100mbit")
     parser.add_argument("--json", metavar="PATH", help="write the table's numbers, notes and simulated steps")
 
 
@@ -39,13 +40,14 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--out {args.out}: the page's name must end in .html")
-    document = report(read_runs(args.runs), out)
+    parse_rate(args.rate, "--rate")
+    document = report(read_runs(args.runs), out, args.rate)
     write_json(args.json, document)
     print(f"page: {out}")
     return 0
 
 
-def report(runs: Sequence[Run], out: Path) -> dict[str, Any]:
+def report(runs: Sequence[Run], out: Path, rate: str | None = None) -> dict[str, Any]:
     """Write the page and its figures, print the table; the numbers as a document."""
     summary = summarise(runs)
     with progress("report", len(page.SECTIONS) + len(runs)) as advance:
@@ -53,7 +55,7 @@ def report(runs: Sequence[Run], out: Path) -> dict[str, Any]:
         advance("figures", len(page.SECTIONS))
         timelines, steps = [], []
         for at, one in enumerate(runs):
-            entry, step = _timeline(one, f"timeline-{at + 1}", drawn)
+            entry, step = _timeline(one, rate, f"timeline-{at + 1}", drawn)
             timelines.append(entry)
             steps.append(step)
             advance(f"simulated {one.name}", 1)
@@ -64,18 +66,20 @@ def report(runs: Sequence[Run], out: Path) -> dict[str, Any]:
     return _document(summary, steps)
 
 
-def _timeline(run: Run, name: str, drawn: dict[str, Any]) -> tuple[tuple[str, str, str], dict[str, Any]]:
+def _timeline(
+    run: Run, rate: str | None, name: str, drawn: dict[str, Any]
+) -> tuple[tuple[str, str, str], dict[str, Any]]:
     """The run's simulated step: drawn into `drawn`, or why there is none; its place on the page, its numbers."""
     try:
-        result = simulated(run)
+        result = simulated(run, measured_at=rate)
     except UsageError as error:
         return ("", run.name, f"No timeline: {error}."), {"why_not": str(error)}
     drawn[name] = planner_figures.timeline(result, f"{run.name}: {result.makespan:.3g} s a step")
     spent = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in result.spent.items())
     words = (
         f"One pipeline, a band a rank: above what it computes, below what its port sends; outlined in black what the "
-        f"step waits for ({spent}). The simulator's network at the recorded rate; how long computing takes is fitted "
-        f"so that the step lasts the measured {result.makespan:.3g} s."
+        f"step waits for ({spent}). The network is the simulator's, at the run's rate; how long computing takes is "
+        f"fitted so that the step lasts the measured {result.makespan:.3g} s."
     )
     return (name, run.name, words), {"step_s": result.makespan, "critical_path_s": result.spent, "idle": result.bubble}
 

@@ -80,9 +80,15 @@ def step_time(runs: Sequence[Run], summary: Summary) -> Figure | None:
     for axes, (key, label) in zip(rows, panels):
         _dress(axes, "step" if axes is rows[-1] else "", label)
         _lines(axes, runs, (key,), median)
-        axes.set_ylim(0, None)
+        axes.set_ylim(0, _top([y for run in runs for _, y in run.series(key)]))
     _legend(rows[0], runs)
     return figure
+
+
+def _top(values: Sequence[float]) -> float | None:
+    """None: as high as the values. Lower where a few (a first step that compiles) would flatten all others."""
+    usual = sorted(values)[int(0.95 * (len(values) - 1))]
+    return 1.3 * usual if 0 < 1.3 * usual < max(values) / 2 else None
 
 
 def hit_rate(runs: Sequence[Run], summary: Summary) -> Figure | None:

@@ -70,7 +70,8 @@ SECTIONS = (
     Section(
         "step-time", "Step time", figures.step_time,
         "Above: seconds a step. Below: how many of them a rank waited for the gradient exchange after its own work was "
-        "done. Thin: every step; thick: the running median.",
+        "done. Thin: every step; thick: the running median. A few steps far above all others (the first compiles "
+        "kernels) may be cut off.",
         "no step was timed",
     ),
 )  # fmt: skip

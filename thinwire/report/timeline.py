@@ -22,14 +22,19 @@ from thinwire.planner.simulate import Result
 from thinwire.report.runs import Run, number
 from thinwire.train.config import ModelConfig, TrainConfig, read_config
 from thinwire.train.tokenizer import ByteTokenizer
+from thinwire.units import UNLIMITED
 
 SLOWEST, FASTEST = 1e3, 1e18  # floating-point operations a second, between which the fit looks
 CLOSE = 1.001  # the fit's accuracy, as a ratio
 UNREADABLE = (OSError, json.JSONDecodeError, UnicodeDecodeError)
 
 
-def simulated(run: Run) -> Result:
-    """A step of the run; UsageError says why there is none."""
+def simulated(run: Run, rate: float | None = None, *, measured_at: str | None = None) -> Result:
+    """A step of the run, or of the same run at another rate (bit/s); UsageError says why there is none.
+
+    `measured_at`: the network's rate, such as 100mbit, where the run did not record it. Without it a run that is asked
+    for at another `rate` counts as measured on an unlimited network.
+    """
     config = read_config({**run.document, "wire": run.about.get("wire") or {}})
     if config.model.lora is not None:
         raise UsageError("the simulator does not know adapters (LoRA), whose gradients are smaller than the model")
@@ -38,21 +43,28 @@ def simulated(run: Run) -> Result:
     steps = [seconds for _, seconds in run.series("step_seconds")]
     if not steps:
         raise UsageError("no step was timed")
-    plan = planner.read_run(_document(run, config))
-    return _fit(plan, read_wire(config.wire, run.name), median(steps[len(steps) // 2 :]))
+    network = measured_at or (None if rate is None else UNLIMITED)
+    plan, wire = planner.read_run(_document(run, config, network)), read_wire(config.wire, run.name)
+    result, flops = _fit(plan, wire, median(steps[len(steps) // 2 :]))
+    if rate is None:
+        return result
+    work = work_from_flops(plan.model, plan.schedule.stages, plan.sequences, flops)
+    return predict(replace(plan.at(rate), work=work), wire)
 
 
-def _document(run: Run, config: TrainConfig) -> dict[str, Any]:
-    """The run as `thinwire plan` reads it. A rate that was not recorded is taken as unlimited."""
+def _document(run: Run, config: TrainConfig, rate: str | None) -> dict[str, Any]:
+    """The run as `thinwire plan` reads it."""
     mesh = config.mesh
-    rate = number(run.about, "rate")
+    recorded = number(run.about, "rate")
+    if recorded is None and rate is None:
+        raise UsageError("the run did not record the rate of its network; give it with --rate, such as --rate 100mbit")
     return {
         "model": _sizes(run, config),
         "mesh": {"dp": mesh.dp, "pp": mesh.pp},
         "schedule": {"name": mesh.schedule} | ({"virtual": mesh.virtual} if mesh.virtual else {}),
         "batch": {"microbatches": mesh.microbatches, "size": config.microbatch},
         "compute": {"flops": 1e9},
-        "network": {"rate": "unlimited" if rate is None else rate},
+        "network": {"rate": rate if recorded is None else recorded},
     }
 
 
@@ -95,14 +107,14 @@ def _tokens(config: TrainConfig) -> int:
     raise UsageError("the vocabulary's size is the tokenizer's, and not in run.toml")
 
 
-def _fit(plan: planner.Run, wire: Wire, seconds: float) -> Result:
-    """Bisect the speed of computing until the step takes `seconds`."""
+def _fit(plan: planner.Run, wire: Wire, seconds: float) -> tuple[Result, float]:
+    """Bisect the speed of computing until the step takes `seconds`; the step, and that speed."""
 
     def step(flops: float) -> Result:
         work = work_from_flops(plan.model, plan.schedule.stages, plan.sequences, flops)
         return predict(replace(plan, work=work), wire)
 
-    low, high = SLOWEST, FASTEST
+    low, middle, high = SLOWEST, FASTEST, FASTEST
     best = step(high)
     if best.makespan > seconds:
         raise UsageError(
@@ -113,4 +125,4 @@ def _fit(plan: planner.Run, wire: Wire, seconds: float) -> Result:
         middle = (low * high) ** 0.5
         best = step(middle)
         low, high = (middle, high) if best.makespan > seconds else (low, middle)
-    return best
+    return best, middle

@@ -59,6 +59,13 @@ class TiedEmbedding:
     def sent(self) -> int:
         return self.reducer.exchange.sent + self.pair.sent
 
+    @property
+    def raw_sent(self) -> int:
+        """What one exact fp32 reduction on each stage and one between them would have sent so far: V(3D−2)/D values."""
+        replicas = self.reducer.size // 2 if self.fused else self.reducer.size
+        values = self.parameter.numel() * (3 * replicas - 2) // replicas
+        return 4 * values * self.reducer.exchange.steps
+
     def check(self) -> bool:
         """Are all copies equal to the bit? If not, the first stage's is taken, and it is counted."""
         mine = torch.tensor([int(checksum(raw_bytes(self.parameter.detach())))])

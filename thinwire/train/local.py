@@ -11,7 +11,7 @@ from thinwire.report.show import progress
 from thinwire.train.config import TrainConfig
 from thinwire.train.metrics import read_events
 from thinwire.train.rank import train_rank
-from thinwire.units import show_bytes
+from thinwire.units import parse_rate, show_bytes
 
 PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.rank")
 WATCH = 0.5
@@ -25,19 +25,23 @@ def train_local(
     if not check()[0].ok:
         raise UsageError("this machine forbids network namespaces (thinwire doctor says more): use torchrun instead")
     if network is not None:
-        return _watched(network, config, resume, timeout, label)
+        return _watched(network, config, resume, timeout, label, parse_rate(rate))
     with Network(hosts=config.mesh.ranks, rate=rate, latency=latency, preload=PRELOAD) as net:
-        return _watched(net, config, resume, timeout, label)
+        return _watched(net, config, resume, timeout, label, parse_rate(rate))
+
+
+def _train(config: TrainConfig, resume: bool, rate: float | None) -> int:
+    return train_rank(config, resume, rate=rate)
 
 
 def _watched(
-    net: Network, config: TrainConfig, resume: bool, timeout: float | None, label: str
+    net: Network, config: TrainConfig, resume: bool, timeout: float | None, label: str, rate: float | None
 ) -> list[dict[str, Any]]:
     """Start the ranks and follow the metrics they write."""
     path, seen = Path(config.run.out) / "metrics.jsonl", 0
     if not resume and path.exists():
         path.unlink()
-    job = net.start(train_rank, config, resume, echo=False)
+    job = net.start(_train, config, resume, rate, echo=False)
     total = config.optim.steps or 0
     with progress(label, max(1, total)) as advance:
         while not job.watch(WATCH):

@@ -32,9 +32,10 @@ class Trainer:
     """One rank of a run. `say` prints a line on rank 0."""
 
     def __init__(
-        self, config: TrainConfig, *, resume: bool = False, local_rank: int = 0, say: Callable[[str], None] = print
-    ):
-        self.config, self.out = config, Path(config.run.out)
+        self, config: TrainConfig, *, resume: bool = False, local_rank: int = 0, say: Callable[[str], None] = print,
+        rate: float | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.out, self.rate = config, Path(config.run.out), rate
         self.rank = dist.get_rank()
         self.say = say if self.rank == 0 else (lambda line: None)
         self.metrics: Metrics | None = None
@@ -67,7 +68,7 @@ class Trainer:
     def _fit(self) -> float:
         config, held_out = self.config.run, math.nan
         if self.step == 0:
-            self._write("run", **self.parts.about())
+            self._write("run", **self.parts.about(), rate=self.rate)
             self._evaluate()
         while self.step < self.steps:
             self._train_step()

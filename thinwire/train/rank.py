@@ -22,7 +22,13 @@ BEAT, SILENCE = 1.0, 5.0  # seconds between signs of life, and without one after
 
 
 def train_rank(
-    config: TrainConfig, resume: bool, *, local_rank: int = 0, alone: bool = False, patience: float = 120.0
+    config: TrainConfig,
+    resume: bool,
+    *,
+    local_rank: int = 0,
+    alone: bool = False,
+    patience: float = 120.0,
+    rate: float | None = None,
 ) -> int:
     """Train as this rank of torchrun's (or the lab's) world; 0 at the end, 1 where another rank was lost."""
     limit = timedelta(seconds=patience)
@@ -32,7 +38,7 @@ def train_rank(
         dist.init_process_group("gloo", timeout=limit)
     signs = Signs()
     try:
-        Trainer(config, resume=resume, local_rank=local_rank, say=_say).fit()
+        Trainer(config, resume=resume, local_rank=local_rank, say=_say, rate=rate).fit()
     except (RuntimeError, ConnectionError) as error:
         lost = signs.lost()
         if not lost:

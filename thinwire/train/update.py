@@ -110,8 +110,8 @@ class Update:
     @property
     def raw_sent(self) -> int:
         """What exact all-reduces in fp32 would have sent so far."""
-        every = [*self._exchanges(), *([self.tied.reducer.exchange] if self.tied else [])]
-        return sum(_ring(exchange) * exchange.steps for exchange in every)
+        own = sum(_ring(exchange) * exchange.steps for exchange in self._exchanges())
+        return own + (self.tied.raw_sent if self.tied else 0)
 
     @property
     def gradient_error(self) -> float | None:

@@ -1,0 +1,137 @@
+"""`thinwire demo`: the main job in a few minutes on one machine, first as torch sends it, then compressed.
+
+Four ranks (two replicas of a pipeline of two stages) train a small Llama-class model on the source of Python's own
+library, over links of --rate that exist on this machine only (`thinwire lab`). The same run is done twice: with nothing
+compressed, and with the preset `max`. The end is a table and a page to look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thinwire.errors import UsageError
+from thinwire.report.show import progress, table, write_json
+from thinwire.units import parse_rate, show_rate
+
+if TYPE_CHECKING:
+    from thinwire.report.runs import Run
+
+RUNS = ("off", "max")
+TOML = """\
+# Written by `thinwire demo`; try it yourself: thinwire train {name}.toml --local 4 --rate {rate}
+[model]
+hidden = 128
+layers = 4
+heads = 4
+[data]
+seq_len = 128
+corpus_bytes = {corpus}
+held_out = 0.1
+[mesh]
+dp = 2
+pp = 2
+microbatches = 4
+[optim]
+batch = 16
+steps = {steps}
+warmup = 5
+lr = 3e-3
+[run]
+out = "{out}"
+eval_every = {every}
+checkpoint_every = 0
+[wire]
+preset = "{name}"
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument("--rate", default="20mbit", help="of every host's link (default 20mbit)")
+    parser.add_argument("--steps", type=int, default=60, help="of each run (default 60)")
+    parser.add_argument("--out", default="out/demo", help="folder of runs and page (default out/demo)")
+    parser.add_argument("--json", metavar="PATH", help="write the table there")
+
+
+def run(args: argparse.Namespace) -> int:
+    rate = parse_rate(args.rate)
+    if args.steps < 12:
+        raise UsageError(f"--steps {args.steps}: at least 12 are needed to see anything")
+    from thinwire.lab import check
+
+    finding, folder = check()[0], Path(args.out)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    paths = [_write_config(folder, name, args) for name in RUNS]
+    if finding.ok:
+        print(f"Four ranks on links of {show_rate(rate)}, {args.steps} steps each: uncompressed, then compressed.")
+        _in_the_lab(paths, args.rate)
+    else:
+        print(f"This machine forbids network namespaces: {finding.detail}. {finding.remedy}")
+        print("So both runs are on loopback, as fast as it is; what a slow network would do is simulated below.")
+        _on_loopback(paths)
+    from thinwire.report.command import report
+    from thinwire.report.runs import read_runs
+
+    runs = read_runs([folder / name for name in RUNS])
+    document = report(runs, folder / "report.html")
+    if not finding.ok:
+        _show_simulated(runs, rate)
+    write_json(args.json, {"rate": rate, "shaped": finding.ok, **document})
+    print(f"Look at {folder / 'report.html'}; the runs are in {folder}, with their configuration to change.")
+    return 0
+
+
+def _write_config(folder: Path, name: str, args: argparse.Namespace) -> Path:
+    path = folder / f"{name}.toml"
+    values = {"name": name, "rate": args.rate, "steps": args.steps, "out": folder / name}
+    path.write_text(TOML.format(**values, every=max(1, args.steps // 12), corpus=30_000))
+    return path
+
+
+def _in_the_lab(paths: list[Path], rate: str) -> None:
+    from thinwire.lab import Network
+    from thinwire.train.config import load
+    from thinwire.train.local import PRELOAD, train_local
+    from thinwire.train.rank import record
+
+    with Network(hosts=4, rate=rate, preload=PRELOAD) as network:
+        for path in paths:
+            config = load(path)
+            record(config, str(path))
+            train_local(config, rate=rate, network=network, label=f"wire {path.stem}")
+
+
+def _on_loopback(paths: list[Path]) -> None:
+    """By torchrun, as on a real machine."""
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "-m",
+        "thinwire",
+    ]
+    with progress("training", len(paths)) as advance:
+        for path in paths:
+            done = subprocess.run([*torchrun, "train", str(path)], capture_output=True, text=True, timeout=600)
+            if done.returncode != 0:
+                raise UsageError(f"the run of {path} failed:\n{done.stderr[-2000:]}")
+            advance(f"wire {path.stem}", 1)
+
+
+def _show_simulated(runs: Sequence[Run], rate: float | None) -> None:
+    """What the simulator expects of the same runs on links of that rate."""
+    from thinwire.report.timeline import simulated
+
+    steps = [simulated(run, rate).makespan for run in runs]
+    rows = [(run.name, f"{step:.3f} s", f"{steps[0] / step:.1f}×") for run, step in zip(runs, steps)]
+    table(f"Simulated, on links of {show_rate(rate)}", ("wire", "a step", "speed-up"), rows)

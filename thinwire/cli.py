@@ -27,6 +27,7 @@ COMMANDS = {
 BENCHES = {
     "link": ("thinwire.lab.bench", "raw TCP and Gloo against the lab's nominal rate"),
     "codecs": ("thinwire.codecs.bench", "encode and decode speed, beside other quantisers and memcpy"),
+    "train": ("thinwire.train.bench", "time to the same held-out loss over slow links, everything compressed"),
     "allreduce": ("thinwire.collectives.bench", "every collective on a slow network: seconds, bytes, words per k"),
     "pipeline": ("thinwire.parallel.bench_pipeline", "compressed activations and gradients: step time, bytes, loss"),
 }

@@ -1,0 +1,208 @@
+"""`thinwire bench train`: time to the same held-out loss, everything compressed, over slow links.
+
+The loss of a run does not depend on how fast its wire is. So every wire is trained once a seed, unshaped, and a few of
+its steps (cold and warm ones) are timed at each rate; a curve of loss against time is made of both. Rates are chosen
+so that the wire takes a share s of the uncompressed step: s = 1 − (unshaped step)/(step at that rate).
+
+A model is pre-trained first (on the tail of the corpus), then fine-tuned for some epochs on other text from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import statistics
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import UsageError
+from thinwire.lab import Network
+from thinwire.presets import PRESETS
+from thinwire.report.show import table, write_json
+from thinwire.train.config import TrainConfig, read_config
+from thinwire.train.local import PRELOAD, train_local
+from thinwire.units import show_bytes, show_rate
+
+RANKS = 4
+WIRES = ("off", "bf16", "safe", "paper-aqsgd", "paper-oktopk", "max")
+TIMED_BATCHES = 3  # of a timing run: so many cold steps, then as many warm ones
+DOCUMENT: dict[str, dict[str, Any]] = {
+    "model": {"hidden": 128, "layers": 4, "heads": 4},
+    "data": {"seq_len": 128, "held_out": 0.15, "tokenizer": "bytes"},
+    "mesh": {"dp": 2, "pp": 2, "microbatches": 4},
+    "optim": {"batch": 16, "warmup": 10, "lr": 1e-3, "schedule": "cosine"},
+    "run": {"checkpoint_every": 0},
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument(
+        "--wires", default=",".join(WIRES), help=f"presets, the first is the baseline ({','.join(WIRES)})"
+    )
+    parser.add_argument("--shares", default="0.95,0.99", help="of the uncompressed step spent on the wire (0.95,0.99)")
+    parser.add_argument("--seeds", type=int, default=3, help="paired: same data order, same start (default 3)")
+    parser.add_argument("--epochs", type=int, default=5, help="of fine-tuning (default 5)")
+    parser.add_argument("--samples", type=int, default=192, help="to fine-tune on (default 192)")
+    parser.add_argument("--pretrain", type=int, default=300, help="steps before (default 300)")
+    parser.add_argument("--out", default="out/bench-train", help="folder of the runs (default out/bench-train)")
+    parser.add_argument("--json", metavar="PATH", help="results, written as they come")
+    parser.add_argument("--figure", metavar="PATH", help="held-out loss against time, a panel a share")
+
+
+def run(args: argparse.Namespace) -> int:
+    wires = args.wires.split(",")
+    unknown = [w for w in wires if w not in PRESETS]
+    if unknown:
+        raise UsageError(f"--wires {unknown[0]}: allowed are {', '.join(PRESETS)}")
+    shares = [float(s) for s in args.shares.split(",")]
+    if not all(0 < s < 1 for s in shares):
+        raise UsageError(f"--shares {args.shares}: each must lie between 0 and 1")
+    bench = Bench(Path(args.out), args)
+    result: dict[str, Any] = {"settings": vars(args) | {"run": "bench train"}, "loss": [], "time": []}
+    with Network(hosts=RANKS, preload=PRELOAD) as network:
+        model = bench.pretrain(network)
+        for seed in range(args.seeds):
+            for wire in wires:
+                result["loss"].append(bench.train(network, model, wire, seed))
+                write_json(args.json, result)
+        plain = bench.time(network, model, wires[0], None)
+        for share in shares:
+            rate = bench.rate_for(network, model, wires[0], plain["warm"], share)
+            for wire in wires:
+                result["time"].append({"share": share, **bench.time(network, model, wire, rate)})
+                write_json(args.json, result)
+    result["table"] = summary(result, wires, shares)
+    _show(result["table"])
+    write_json(args.json, result)
+    if args.figure:
+        from thinwire.train.bench_figure import draw
+
+        draw(result, wires, shares, args.figure)
+    return 0
+
+
+class Bench:
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        self.folder, self.args = folder, args
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def pretrain(self, network: Network) -> Path:
+        """A model that knows some Python: bytes of the library, uncompressed."""
+        config = self._config(
+            "pretrain", "off", 0, {"corpus_bytes": 2_000_000}, {"steps": self.args.pretrain, "lr": 3e-3}
+        )
+        train_local(config, network=network, label="pre-training")
+        return Path(config.run.out) / "model"
+
+    def train(self, network: Network, model: Path, wire: str, seed: int) -> dict[str, Any]:
+        """Fine-tune unshaped: held-out loss by step, bytes by step."""
+        optim = {"epochs": self.args.epochs}
+        config = self._config(f"{wire}-{seed}", wire, seed, {"samples": self._windows()}, optim, model)
+        events = train_local(config, network=network, label=f"{wire}, seed {seed}")
+        evals = [(e["step"], e["held_out"]) for e in events if e["kind"] == "eval"]
+        last = [e for e in events if e["kind"] == "step"][-1]
+        sent = {kind: last[f"{kind}_bytes"] for kind in ("forward", "backward", "gradient", "embedding")}
+        steps = next(e for e in events if e["kind"] == "run")["steps"]
+        return {"wire": wire, "seed": seed, "evals": evals, "sent": sent, "steps": steps,
+                "steps_per_epoch": steps // self.args.epochs, "skips": last["skips"]}  # fmt: skip
+
+    def time(self, network: Network, model: Path, wire: str, rate: float | None) -> dict[str, Any]:
+        """Seconds of a cold and of a warm step at that rate (None: unshaped)."""
+        plain = wire in ("off", "bf16")
+        steps = TIMED_BATCHES if plain else 2 * TIMED_BATCHES
+        data = {"samples": TIMED_BATCHES * DOCUMENT["optim"]["batch"], "held_out": 0.0}
+        config = self._config(f"time-{wire}", wire, 0, data, {"steps": steps, "warmup": 0}, model)
+        for host in range(RANKS):
+            network.set_rate(host, "unlimited" if rate is None else rate)
+        events = train_local(config, network=network, label=f"{wire} at {show_rate(rate)}")
+        for host in range(RANKS):
+            network.set_rate(host, "unlimited")
+        taken = [e["step_seconds"] for e in events if e["kind"] == "step"]
+        cold = statistics.median(taken[1:TIMED_BATCHES])  # the first compiles and allocates
+        warm = cold if plain else statistics.median(taken[TIMED_BATCHES:])
+        return {"wire": wire, "rate": rate, "cold": cold, "warm": warm}
+
+    def rate_for(self, network: Network, model: Path, wire: str, unshaped: float, share: float) -> float:
+        """The rate at which the wire takes that share of a plain step: guessed from a timed one, twice."""
+        rate = 50e6
+        for _ in range(2):
+            shaped = self.time(network, model, wire, rate)["warm"]
+            wanted = unshaped / (1 - share)
+            rate *= max(shaped - unshaped, 0.05 * shaped) / (wanted - unshaped)
+        return rate
+
+    def _windows(self) -> int:
+        """So many that `samples` are left for training without the held-out share."""
+        return round(self.args.samples / (1 - DOCUMENT["data"]["held_out"]))
+
+    def _config(
+        self, name: str, wire: str, seed: int, data: dict[str, Any], optim: dict[str, Any], model: Path | None = None
+    ) -> TrainConfig:
+        out = self.folder / name
+        shutil.rmtree(out, ignore_errors=True)
+        document = {section: dict(values) for section, values in DOCUMENT.items()}
+        document["data"] |= data | {"seed": seed}
+        document["optim"] |= optim
+        document["run"] |= {"out": str(out), "seed": seed, "eval_every": 0 if model is None else 4}
+        if model is not None:
+            document["model"] = {"path": str(model)}
+        return read_config({**document, "wire": {"preset": wire}})
+
+
+def reached(curve: list[tuple[float, float]], loss: float) -> float:
+    """When a curve of (time, loss) first reaches a loss, by a straight line between points; infinity: never."""
+    for (t0, l0), (t1, l1) in pairwise(curve):
+        if l1 <= loss:
+            return t1 if l0 <= l1 else t0 + min(1.0, max(0.0, (l0 - loss) / (l0 - l1))) * (t1 - t0)
+    return math.inf
+
+
+def curve_of(loss: dict[str, Any], time: dict[str, Any]) -> list[tuple[float, float]]:
+    """Held-out loss against seconds: the first epoch's steps are cold, the others warm."""
+    first = loss["steps_per_epoch"]
+    return [(min(s, first) * time["cold"] + max(0, s - first) * time["warm"], value) for s, value in loss["evals"]]
+
+
+def summary(result: dict[str, Any], wires: list[str], shares: list[float]) -> list[dict[str, Any]]:
+    """A row per share and wire: speed-up to the loss that both it and the baseline reach, mean over the seeds."""
+    rows = []
+    for share in shares:
+        times = {t["wire"]: t for t in result["time"] if t["share"] == share}
+        for wire in wires:
+            ratios: dict[str, list[float]] = {base: [] for base in wires[:2]}
+            excess = []
+            mine = [row for row in result["loss"] if row["wire"] == wire]
+            for one in mine:
+                for base in ratios:
+                    other = next(r for r in result["loss"] if r["wire"] == base and r["seed"] == one["seed"])
+                    goal = max(min(v for _, v in one["evals"]), min(v for _, v in other["evals"]))
+                    pair = [reached(curve_of(r, times[r["wire"]]), goal) for r in (other, one)]
+                    ratios[base].append(pair[0] / pair[1])
+                    if base == wires[0]:
+                        excess.append(one["evals"][-1][1] / other["evals"][-1][1] - 1)
+            time, sent = times[wire], sum(mine[0]["sent"].values())
+            rows.append({
+                "share": share, "wire": wire, "rate": time["rate"], "cold": time["cold"], "warm": time["warm"],
+                **{f"over {base}": statistics.mean(values) for base, values in ratios.items()},
+                "held_out": statistics.mean(one["evals"][-1][1] for one in mine), "excess": excess, "sent": sent,
+            })  # fmt: skip
+    return rows
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    bases = [key for key in rows[0] if key.startswith("over ")]
+    columns = ("wire share", "rate", "wire", "cold step s", "warm step s", *(f"× {b}" for b in bases), "held-out",
+               "excess %", "sent")  # fmt: skip
+    shown = []
+    for row in rows:
+        excess = 100 * statistics.mean(row["excess"])
+        spread = 100 * statistics.stdev(row["excess"]) if len(row["excess"]) > 1 else 0.0
+        shown.append((
+            f"{100 * row['share']:.3g} %", show_rate(row["rate"]), row["wire"], row["cold"], row["warm"],
+            *(f"{row[b]:.2f}" for b in bases), f"{row['held_out']:.4f}", f"{excess:+.2f} ± {spread:.2f}",
+            show_bytes(row["sent"]),
+        ))  # fmt: skip
+    table("Time to the same held-out loss, cold first epoch included", columns, shown)

@@ -1,0 +1,218 @@
+"""The parts of a compressed pipeline that need no second process."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire import codecs as c
+from thinwire import memory as m
+from thinwire.cli import main
+from thinwire.errors import UsageError
+from thinwire.memory.store import FileStore
+from thinwire.parallel.announce import Announcement, Herald, sample_ids
+from thinwire.parallel.bench_pipeline_modes import MODES, predicted_bytes
+from thinwire.parallel.boundary import Lane, Part
+from thinwire.parallel.dropout import SampleDropout, find_dropout, seed_dropout
+from thinwire.parallel.lazy import MESSAGES, MeanShare
+from thinwire.parallel.when import Plan, critical_sends, predicate
+from thinwire.planner.step import Send, Traffic
+from thinwire.wire import Link
+
+
+@pytest.mark.parametrize(("rows", "microbatches"), [(8, 4), (7, 4), (5, 5), (13, 4)])
+def test_samples_are_split_as_torch_splits_a_batch(rows, microbatches):
+    said = Announcement(3, True, tuple(range(100, 100 + rows)))
+    expected = [part.tolist() for part in torch.tensor_split(torch.arange(100, 100 + rows), microbatches)]
+    assert [list(said.ids_of(i, microbatches)) for i in range(microbatches)] == expected
+    assert said.sizes(microbatches) == [len(part) for part in expected]
+
+
+@pytest.mark.parametrize("said", [
+    Announcement(1, True), Announcement(7, False, (), (0, 3)), Announcement(2, True, (5, -7), (2, 9), (2**62,)),
+    Announcement(9, True, tuple(range(3000)), None, tuple(range(3000))),
+])  # fmt: skip
+def test_an_announcement_arrives_as_it_was_said(said):
+    assert Announcement.read(said.words()) == said
+    assert Herald(None, 0, torch.device("cpu")).announce(said) == said
+
+
+def test_a_complaint_is_raised_where_it_is_heard():
+    with pytest.raises(UsageError, match="ünique"):
+        Herald(None, 0, torch.device("cpu")).announce("ids must be ünique")
+
+
+def test_sample_ids():
+    assert sample_ids(torch.tensor([3, 1])) == (3, 1) and sample_ids(None) is None
+    assert len(set(sample_ids(["a", "b", 1]))) == 3
+    for wrong in ([1, 1], ["a", "a"], [True], [1.0], [2**64]):
+        with pytest.raises(UsageError, match="id"):
+            sample_ids(wrong)
+
+
+# --- when
+
+
+def test_epilogue_is_the_papers_set():
+    """P(P − 1)/2 sends in all, P − s on stage s (counted from 0, sending to s − 1)."""
+    chosen = predicate("epilogue", Traffic.BACKWARD, Plan(), 4, 4, 16)
+    per_stage = [sum(chosen(s, mb) for mb in range(16)) for s in range(1, 4)]
+    assert per_stage == [3, 2, 1] and sum(per_stage) == 6
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)])
+def test_critical_is_the_simulators_set(name, virtual):
+    sends = critical_sends(name, 4, 8, virtual, 0.2)
+    plan = Plan(name)
+    for traffic in (Traffic.FORWARD, Traffic.BACKWARD):
+        chosen = predicate("critical", traffic, plan, 4, 4 * virtual, 8)
+        table = {Send(traffic, s, mb) for s in range(4 * virtual) for mb in range(8) if chosen(s, mb)}
+        assert table == {send for send in sends if send.traffic is traffic}
+    assert 0 < len(sends) <= 2 * 8 * (4 * virtual - 1)
+    given = frozenset({Send(Traffic.FORWARD, 1, 2)})
+    assert predicate("critical", Traffic.FORWARD, Plan(sends=given), 4, 4, 8)(1, 2)
+
+
+def test_when_mistakes():
+    with pytest.raises(UsageError, match="backward messages"):
+        predicate("epilogue", Traffic.FORWARD, Plan(), 2, 2, 2)
+    with pytest.raises(UsageError, match="name the schedule"):
+        predicate("critical", Traffic.FORWARD, Plan(), 2, 2, 2)
+    with pytest.raises(UsageError, match="in full at random"):
+        Lane(Link(c.Quantize(4), m.RandDiana(0.5)), "forward 0→1", "send", 0)
+
+
+# --- lazy error
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.95])
+def test_the_share_of_the_mean_activation(share):
+    """a = √ρ·mean + √(1 − ρ)·noise: ρ is found, and lazy error chosen where it is above a half."""
+    g = torch.Generator().manual_seed(0)
+    mean, measured = torch.randn(4, 32, 64, generator=g), MeanShare("backward 1→0")
+    for _ in range(MESSAGES):
+        measured.note_activation(0, share**0.5 * mean + (1 - share) ** 0.5 * torch.randn(4, 32, 64, generator=g))
+        measured.note_error(0, torch.randn(4, 32, 64, generator=g))
+    assert measured.share == pytest.approx(share, abs=0.03)
+    assert measured.error_mean < 0.02 and abs(measured.correlation) < 0.02
+    measured.decide()
+    assert measured.lazy is (share > 0.5)
+    again = MeanShare("backward 1→0")
+    again.load_state_dict(measured.state_dict())
+    assert again.lazy is measured.lazy and again.sums == measured.sums
+
+
+def test_errors_that_follow_activations_are_seen():
+    measured, g = MeanShare("b"), torch.Generator().manual_seed(1)
+    last = torch.zeros(64, 64)
+    for _ in range(4):
+        a = torch.randn(64, 64, generator=g)
+        measured.note_activation(0, a)
+        measured.note_error(0, (a - last) + 3.0)
+        last = a
+    assert measured.correlation > 0.3 and measured.error_mean > 0.5
+
+
+def test_a_residual_of_another_shape_is_dropped():
+    """A short last batch: what is left of a longer one belongs to other rows."""
+    end = tw.Channel(c.Quantize(2), m.ErrorFeedback())
+    fresh = tw.Channel(c.Quantize(2), m.ErrorFeedback())
+    end.send("b", torch.randn(8, 32))
+    x = torch.randn(5, 32)
+    end.send("b", x)
+    fresh.send("b", x)
+    assert torch.equal(end.ledger.read("e", "b"), fresh.ledger.read("e", "b"))
+
+
+# --- dropout
+
+
+def test_masks_belong_to_samples():
+    ids: dict[str, tuple[int, ...] | None] = {"now": (7, 8, 9)}
+    layer, other = SampleDropout(0.25, 1, lambda: ids["now"]), SampleDropout(0.25, 2, lambda: ids["now"])
+    x = torch.ones(3, 40, 50)
+    first = layer(x)
+    ids["now"] = (9, 7, 8)
+    assert torch.equal(layer(x), first[[2, 0, 1]])  # whatever the order
+    assert not torch.equal(other(x), layer(x))  # layers differ
+    assert float((first == 0).float().mean()) == pytest.approx(0.25, abs=0.02)
+    assert float(first.max()) == pytest.approx(1 / 0.75)
+    ids["now"] = None
+    assert not torch.equal(layer(x), layer(x))  # unknown samples: as torch does it
+    assert torch.equal(layer.eval()(x), x)
+
+
+def test_dropout_is_found_and_replaced():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.3)))
+    assert find_dropout(module) == ["1", "2.1"]
+    assert find_dropout(nn.MultiheadAttention(8, 2, dropout=0.1)) == ["MultiheadAttention"]
+    seed_dropout(module, 0, lambda: None)
+    assert find_dropout(module) == [] and isinstance(module[2][1], SampleDropout)
+
+
+# --- stores
+
+
+def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
+    lane = Lane(Link(c.Quantize(4), m.Delta(path=str(tmp_path))), "forward 0→1", "send", 0)
+    lane.begin(1)
+    lane.send(Part(0, (1, 2), True), 0, torch.randn(2, 128))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(UsageError, match=r"cannot write the store .*forward-0-1-send-0.store: No space left"):
+        lane.end_step(keep=True)
+
+
+def test_prefetched_rows_are_never_stale(tmp_path):
+    store = FileStore(tmp_path / "s", "fp32")
+    for key in range(4):
+        store.put(key, store.pack(torch.full((8,), float(key))))
+    store.prefetch([1, 2, 99])
+    store.put(2, store.pack(torch.full((8,), 20.0)))
+    store.load([1, 2, 3])
+    assert [float(store.get(k).data[0]) for k in (1, 2, 3)] == [1.0, 20.0, 3.0]
+    store.put(3, store.pack(torch.full((8,), 30.0)))
+    store.forget(1)
+    assert store.get(1) is None and float(store.get(3).data[0]) == 30.0 and not store.coming
+
+
+# --- the bench
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("warm", [False, True])
+def test_predicted_bytes_are_the_sent_ones(name, warm):
+    mode, shape = MODES[name], (3, 16, 40)
+    if mode.wire is None:
+        assert predicted_bytes(mode, *shape, warm) == (4 * 3 * 16 * 40,) * 2
+        return
+    for way, link in (("forward", mode.wire.forward), ("backward", mode.wire.backward)):
+        lane, part = Lane(link, f"{way} 0→1", "send", 0), Part(0, (1, 2, 3), True)
+        for step in range(1 + warm):
+            lane.begin(step)
+            frame = lane.send(part, 0, torch.randn(shape))
+            lane.end_step(keep=True)
+        assert frame.numel() == predicted_bytes(mode, *shape, warm)[way == "backward"]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--hosts", "1"], "--hosts 1"), (["--only", "zip"], "zip"), (["--microbatches", "2"], "1F1B needs"),
+    (["--held-out", "3"], "multiple"),
+])  # fmt: skip
+def test_bench_mistakes(words, said, capsys):
+    assert main(["bench", "pipeline", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [{"nonfinite": "skip"}, {"evaluate": "fast"}])
+def test_pipeline_options(options):
+    with pytest.raises(UsageError, match=next(iter(options))):
+        tw.parallel.Pipeline([object()], **options)

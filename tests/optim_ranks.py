@@ -284,6 +284,7 @@ def mistakes_are_named() -> list[str]:
     odd, wrong = dist.get_rank() == 1, []
     for build, words in (
         (lambda: FrozenAdam(Net().parameters()), "named parameters"),
+        (lambda: FrozenAdam([*Net().named_parameters(), *Net().named_parameters()]), "the same name"),
         (lambda: FrozenAdam(Net().named_parameters(), freeze_after=0), "freeze_after = 0"),
         (lambda: FrozenAdam(Net().named_parameters(), betas=(0.9, 1.0)), "betas"),
         (lambda: FrozenAdam(Net().named_parameters(), lr=-1.0), "lr = -1.0"),

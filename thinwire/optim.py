@@ -106,10 +106,9 @@ class FrozenAdam(torch.optim.Optimizer):
         rest = {key: value for key, value in state_dict.items() if key not in ("freezing", "wire")}
         super().load_state_dict(rest)
         for index, p in enumerate(p for group in self.param_groups for p in group["params"]):
-            for key in {"exp_avg", "exp_avg_sq"} & state_dict["state"].get(
-                index, {}
-            ).keys():  # torch casts to p's dtype
-                self.state[p][key] = state_dict["state"][index][key].to(p.device, copy=True)
+            saved = state_dict["state"].get(index, {})
+            for key in {"exp_avg", "exp_avg_sq"} & saved.keys():  # which torch has cast to p's dtype
+                self.state[p][key] = saved[key].to(p.device, copy=True)
         own = state_dict["freezing"]
         self.frozen, self.skips = bool(own["frozen"]), int(own["skips"])
         self.norms.clear()
@@ -123,6 +122,8 @@ class FrozenAdam(torch.optim.Optimizer):
         self.parameters: dict[str, nn.Parameter] = {
             name: p for group in self.param_groups for name, p in zip(group["param_names"], group["params"])
         }
+        if len(self.parameters) < sum(len(group["params"]) for group in self.param_groups):
+            raise UsageError("FrozenAdam: two parameters have the same name, and names key its state")
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         config = describe(self.reduction, "wire") | {
             "seed": repr(self.seed), "freeze_after": repr(self.freeze_after), "floor": repr(self.floor),

@@ -105,6 +105,14 @@ def test_selected_counts_stay_near_k(size, kind):
             assert local == 400 and abs(passed / 400 - 1) < 0.11 and int(torch.count_nonzero(mean)) == passed
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_floats_are_counted_as_they_are_selected(dtype):
+    """A threshold rounds in a short type: what is announced must still be what is sent."""
+    ranks, _ = run(3, lambda r: feedback(c.OkTopk(0.05), r, 3, 12, 4000, "similar", dtype))
+    for step in range(12):
+        assert all(torch.equal(ranks[0][step][1], out[step][1]) for out in ranks)
+
+
 def many_units(rank: int, size: int, steps: int, scope: str):
     """Units of unlike scale with error feedback and settle; per step (values of all, mean of all, shares)."""
     numels, scales = [3000, 1000, 6000, 2000], [1.0, 10.0, 0.3, 0.001]

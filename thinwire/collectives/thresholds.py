@@ -69,32 +69,29 @@ def pick_sums(region: Tensor, k: int, state: State, group: Any, fresh: bool) -> 
         slope = float(state["seen_g"][2])
         step = math.log(RATIO) / slope
         grid = float(state["th_g"]) * torch.exp(step * (torch.arange(GRID, device=region.device) - GRID // 2))
-        picked, counts = _above(region, grid.clamp(min=SMALLEST), group)
+        (index, values), place, counts = _above(region, grid.clamp(min=SMALLEST), group)
         total = counts.sum(0).tolist()
         best = min(range(GRID), key=lambda j: (abs(math.log(max(total[j], 0.5) / k)), -j))
         if k <= DRIFT * total[best] and total[best] <= DRIFT * k:
             if best < GRID - MARGIN:
                 slope = math.log(total[best] / max(total[-1], 0.5)) / (step * (GRID - 1 - best))
             _learn(state, "g", float(grid[best]) * (total[best] / k) ** (1 / max(slope, FLATTEST)), total[best], slope)
-            return _passing(picked, grid[best]), counts[:, best].tolist()
+            keep = place > best
+            return (index[keep], values[keep]), counts[:, best].tolist()
     exact_one = pooled_threshold(region, k, group)
-    picked, counts = _above(region, torch.stack((exact_one, exact_one * STRETCH)), group)
+    picked, _, counts = _above(region, torch.stack((exact_one, exact_one * STRETCH)), group)
     count, beyond = counts.sum(0).tolist()
     _learn(state, "g", float(exact_one), count, math.log(max(count, 1) / max(beyond, 0.5)) / math.log(STRETCH))
     return picked, counts[:, 0].tolist()
 
 
-def _above(region: Tensor, grid: Tensor, group: Any) -> tuple[Picked, Tensor]:
-    """This member's sums above the lowest of ascending thresholds; [members, grid]: how many pass each, everywhere."""
+def _above(region: Tensor, grid: Tensor, group: Any) -> tuple[Picked, Tensor, Tensor]:
+    """This member's sums above the lowest of ascending thresholds; how many thresholds each of them passes; [members,
+    grid]: how many sums pass each, everywhere."""
     picked = select.select(region, grid[0], region.numel())
-    place = torch.bucketize(picked[1].abs().float(), grid, right=True).clamp(min=1)  # how many thresholds it passes
+    place = torch.bucketize(picked[1].abs().float(), grid, right=True).clamp(min=1)  # they all pass the lowest
     passing = torch.bincount(place, minlength=grid.numel() + 1)[1:].flip(0).cumsum(0).flip(0)
-    return picked, torch.stack(gather(passing.int(), group))
-
-
-def _passing(picked: Picked, threshold: Tensor) -> Picked:
-    keep = picked[1].abs().float() >= threshold
-    return picked[0][keep], picked[1][keep]
+    return picked, place, torch.stack(gather(passing.int(), group))
 
 
 def pooled_threshold(region: Tensor, k: int, group: Any) -> Tensor:

@@ -122,6 +122,8 @@ def shapes() -> list[str]:
     for wire in (DELTA, IDENTITY, Wire(forward=EIGHT, backward=Link(Quantize(4, block=16), ErrorFeedback()))):
         plain, run = Run("1F1B", 4, None), Run("1F1B", 4, wire)
         plain.step(*batch(8))
+        x, y = batch(600, 1)
+        run.step(x, y, list(range(-600, 0)), shape=x.shape)  # more ids than one announcement holds
         for length, rows in ((LENGTH, 8), (LENGTH, 7), (12, 8), (5, 5), (LENGTH, 8), (12, 8), (12, 7)):
             x, y = batch(rows, 3, length)
             ids = [f"sample {i}" for i in range(rows)]
@@ -131,7 +133,7 @@ def shapes() -> list[str]:
             if losses != plain.step(x, y) or not same(run.gradients(), plain.gradients()):
                 wrong.append("gradients differ after batches of other shapes")
         both = 2 * (dist.get_world_size() - 1)
-        if wire is DELTA and total(run, "warm", "cold") != [both * (7 + 7), both * (8 + 8 + 5 + 8 + 8)]:
+        if wire is DELTA and total(run, "warm", "cold") != [both * (7 + 7), both * (600 + 8 + 8 + 5 + 8 + 8)]:
             wrong.append(f"{total(run, 'warm', 'cold')} warm and cold: a sample of another length must be cold")
         if total(run, "skips", "rejected") != [0, 0]:
             wrong.append("a step was skipped")
@@ -566,6 +568,23 @@ def told() -> list[str]:
     ends = len([lane for lane in run.pipe.lanes() if lane.per_sample])
     good = len(lines) == ends and all(f"{size} B a sample" in line and "for 1000 samples" in line for line in lines)
     return [] if good else lines or ["nothing was said"]
+
+
+def replicas() -> list[str]:
+    """Two pipelines of two stages: each remembers its own samples, and one that moves is cold, no more."""
+    _, rank = start()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    run, mine = Run("1F1B", 4, DELTA, group=groups[rank // 2]), rank // 2
+    x, y = batch(16)
+    halves = [list(range(8)), list(range(8, 16))]
+    wrong = []
+    for visit, moved in enumerate((0, 0, 1, 1, 0)):
+        ids = halves[mine ^ moved]
+        run.step(x[ids], y[ids], ids)
+        wanted = [8, 8, 16, 16, 16][visit]
+        if run.pipe.skipped or run.pipe.stats.cold != wanted or run.pipe.stats.healed:
+            wrong.append(f"visit {visit}: {run.pipe.stats}")
+    return wrong
 
 
 def alone() -> list[str]:

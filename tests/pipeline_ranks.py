@@ -75,17 +75,17 @@ class Run:
 
     def __init__(
         self, name: str, microbatches: int, wire: Wire | None, *, make: Callable[[int], nn.Module] = block,
-        stage_options: dict[str, Any] | None = None, **options: Any,
+        stage_options: dict[str, Any] | None = None, group: Any = None, **options: Any,
     ) -> None:  # fmt: skip
-        self.ranks, self.rank = dist.get_world_size(), dist.get_rank()
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         kind, virtual, _ = SCHEDULES[name]
         mine, count, device = placed(name, self.ranks, self.rank), self.ranks * virtual, torch.device("cpu")
         self.stages: list[Any] = []
         for index in mine:
             if wire is None:
-                self.stages.append(PipelineStage(make(index), index, count, device))
+                self.stages.append(PipelineStage(make(index), index, count, device, group=group))
             else:
-                more = stage_options or {}
+                more = {"group": group} | (stage_options or {})
                 self.stages.append(CompressedStage(make(index), index, count, device, wire=wire, **more))
         given = self.stages[0] if virtual == 1 else self.stages
         self.schedule = kind(given, microbatches, loss_fn=loss_of)

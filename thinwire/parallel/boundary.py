@@ -8,7 +8,7 @@ on to its end, where all ranks roll it back together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -194,9 +194,16 @@ class Lane:
                     channel.ledger.forget(key)
         return sum(differ)
 
-    def map(self, change: Callable[[Channel], None]) -> None:
+    def load(self, ids: Sequence[int]) -> None:
+        """These samples are about to be read."""
         for channel in self.coded.values():
-            change(channel)
+            channel.ledger.stores["h"].load(ids)
+
+    def close(self) -> None:
+        """Forget everything; files of stores are removed."""
+        for _, channel in self.channels():
+            for store in channel.ledger.stores.values():
+                store.close()
 
     # --- checkpoints
 

@@ -24,8 +24,8 @@ def find_dropout(module: nn.Module) -> list[str]:
 
 
 def _rate(part: nn.Module) -> float:
-    if isinstance(part, (*KINDS, SampleDropout)):
-        return 0.0 if isinstance(part, SampleDropout) else part.p
+    if isinstance(part, KINDS):
+        return part.p
     rate = getattr(part, "dropout", 0.0)  # nn.MultiheadAttention and recurrent layers keep theirs as a number
     return rate if isinstance(rate, float) else 0.0
 

@@ -76,16 +76,9 @@ def _card(stage: CompressedStage, options: dict[str, str]) -> Card:
             for s in range(stage.num_stages):
                 chosen = ["01"[bool(link.when(s, m))] for m in range(FUNCTION_SAMPLE)]
                 config[f"{way}.when for stage {s}"] = "".join(chosen)
-    metas = stage._user_meta
     dropout = find_dropout(stage.submod) if stage.dropout != "ignore" and stage.submod.training else []
-    return Card(
-        stage.num_stages, config | options | {"seed": repr(stage.seed)}, _shapes(metas.inputs), _shapes(metas.outputs),
-        dropout,
-    )  # fmt: skip
-
-
-def _shapes(metas: Any) -> tuple[str, ...] | None:
-    return None if not metas else tuple(f"{tuple(m.shape)} {m.dtype}" for m in metas)
+    inputs, outputs = stage.declared
+    return Card(stage.num_stages, config | options | {"seed": repr(stage.seed)}, inputs, outputs, dropout)
 
 
 def _placed(everyone: list[dict[int, Card]]) -> tuple[dict[int, Card], dict[int, int]]:

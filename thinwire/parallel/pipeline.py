@@ -180,7 +180,7 @@ class Pipeline:
         assert self.meeting is not None
         lanes = [(lane, peer) for lane, peer in self.meeting.remote if lane.per_sample]
         for lane, _ in lanes:
-            lane.map(lambda channel: channel.ledger.stores["h"].load(ids))
+            lane.load(ids)
         pairs = [Pair(peer, lane.digests(ids)) for lane, peer in lanes]
         for (lane, _), pair, theirs in zip(lanes, pairs, swap_words(pairs, self.group, self.device)):
             self.healed += lane.agree(ids, pair.mine, theirs)
@@ -248,6 +248,11 @@ class Pipeline:
                     'changes: they will be as large as the activations. Set p = 0, or dropout="seed"',
                     stacklevel=4,
                 )
+
+    def close(self) -> None:
+        """Forget all memory; files of stores are removed."""
+        for lane in self.lanes():
+            lane.close()
 
     # --- checkpoints
 

@@ -69,6 +69,8 @@ class CompressedStage(PipelineStage):
         if dropout not in DROPOUT:
             raise UsageError(f"dropout = {dropout!r}: allowed are {', '.join(DROPOUT)}")
         self.wire, self.seed, self.dropout = Wire.of(wire), seed, dropout
+        given = dict(zip(("input_args", "output_args"), args)) | kwargs
+        self.declared = _shapes(given.get("input_args")), _shapes(given.get("output_args"))
         self.pipeline: Any = None
         self.microbatches: int | None = None
         self.lanes = Lanes()
@@ -230,6 +232,14 @@ class CompressedStage(PipelineStage):
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             out = torch.func.functional_call(self.submod, buffers, tuple(zeros))
         return [(tuple(o.shape), o.dtype) for o in (out if isinstance(out, (tuple, list)) else (out,))]
+
+
+def _shapes(declared: Tensor | tuple[Tensor, ...] | None) -> tuple[str, ...] | None:
+    """Static example tensors, in words."""
+    if declared is None:
+        return None
+    tensors = (declared,) if isinstance(declared, Tensor) else declared
+    return tuple(f"{tuple(t.shape)} {t.dtype}" for t in tensors)
 
 
 def _rebuilt(op: dist.P2POp, payload: Tensor) -> dist.P2POp:

@@ -217,10 +217,10 @@ def _ping(peer: socket.socket, address: str) -> None:
 def _download(peer: socket.socket, address: str) -> None:
     try:
         pour(peer)
+        peer.shutdown(socket.SHUT_WR)
+        peer.recv(1)
     except ConnectionError:  # the asker has seen enough
         return
-    peer.shutdown(socket.SHUT_WR)
-    peer.recv(1)
 
 
 def _upload(peer: socket.socket, address: str) -> None:

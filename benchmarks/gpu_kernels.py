@@ -21,6 +21,7 @@ GOALS = {  # share of the copy's rate
     "quantize 4 bits nearest": 0.95, "quantize 8 bits nearest": 0.95, "dequantize 4 bits": 0.9,
     "dequantize 8 bits": 0.9, "encode delta 4 bits nearest": 0.85, "select 1 %, padded": 0.6,
 }  # fmt: skip
+SETUP = "gpu" if torch.cuda.is_available() else "reference"  # makes the inputs
 COMPILED = [name for name in GOALS if "select" not in name]  # torch.compile has no answer to sizes that data decide
 
 
@@ -40,12 +41,12 @@ def both(op: Callable, *args, **kwargs) -> tuple[Callable, ...]:
 def float_rows(x: Tensor) -> Iterator[Row]:
     n, size, k = x.numel(), x.element_size(), x.numel() // 100
     yield from code_rows(x)
-    wire = sign.encode_sign(x, BLOCK)
+    wire = sign.encode_sign(x, BLOCK, SETUP)
     yield Row("encode sign", n * size + wire.numel(), *both(sign.encode_sign, x, BLOCK))
     yield Row("decode sign", n * size + wire.numel(), *both(sign.decode_sign, wire, n, BLOCK, x.dtype))
     yield Row("hadamard", n * (size + 4), *both(hadamard.rotate, x, BLOCK, 1))
     yield Row("histogram", n * size, *both(select.histogram, x))
-    index, values = select.top(x, k)
+    index, values = select.top(x, k, SETUP)
     moved, limit = n * size + k * (8 + size), values.abs().min()
     yield Row("kth magnitude 1 %", n * size, both(select.kth_magnitude, x, k)[0], lambda: x.abs().topk(k))
     yield Row("top 1 %", moved, both(select.top, x, k)[0], lambda: x.abs().topk(k))
@@ -53,7 +54,7 @@ def float_rows(x: Tensor) -> Iterator[Row]:
     yield Row("select 1 %, padded", moved, *both(select.select_into, x, limit, *room))
     yield Row("select 1 %", moved, *both(select.select, x, limit, k))
     yield Row("scatter add 1 %", k * (8 + 3 * size), *both(select.scatter_add, x.clone(), index, values))
-    wire = indices.encode_indices(index, n)
+    wire = indices.encode_indices(index, n, SETUP)
     yield Row("encode indices 1 %", k * 8 + wire.numel(), *both(indices.encode_indices, index, n))
     yield Row("decode indices 1 %", k * 8 + wire.numel(), *both(indices.decode_indices, wire, n, k))
 
@@ -62,7 +63,7 @@ def code_rows(x: Tensor) -> Iterator[Row]:
     """Quantisation and the fused delta, into memory that is there."""
     n, size = x.numel(), x.element_size()
     for b, mode in ((4, NEAREST), (8, NEAREST), (2, NEAREST), (3, NEAREST), (4, STOCHASTIC), (4, MSE)):
-        wire, back = quantize.quantize(x, b, BLOCK, **mode), torch.empty_like(x)
+        wire, back = quantize.quantize(x, b, BLOCK, impl=SETUP, **mode), torch.empty_like(x)
         moved, name = n * size + wire.numel(), f"{b} bits {next(iter(mode), 'nearest')}"
         yield Row(f"quantize {name}", moved, *both(quantize.quantize, x, b, BLOCK, out=wire, **mode))
         if not mode:
@@ -71,7 +72,7 @@ def code_rows(x: Tensor) -> Iterator[Row]:
     h, new = (x * 0.9).to(BF16), torch.empty_like(x, dtype=BF16)
     for mode in (NEAREST, STOCHASTIC):
         args = (x, h, new, 4, BLOCK)
-        wire = delta.encode_delta(*args, gate=True, **mode)
+        wire = delta.encode_delta(*args, gate=True, impl=SETUP, **mode)
         moved, name = n * (size + 4) + wire.numel(), f"encode delta 4 bits {next(iter(mode), 'nearest')}"
         yield Row(name, moved, *both(delta.encode_delta, *args, gate=True, wire=wire, **mode))
     args = (wire, h, new, 4, BLOCK, x.dtype)
@@ -85,7 +86,7 @@ def byte_rows(data: Tensor) -> Iterator[Row]:
         yield Row(f"pack {b} bits", n + wire.numel(), *both(bits.pack, codes, b))
         yield Row(f"unpack {b} bits", n + wire.numel(), *both(bits.unpack, wire, n, b))
     trits = data % 3
-    wire = ternary.pack_trits(trits)
+    wire = ternary.pack_trits(trits, SETUP)
     yield Row("pack trits", n + wire.numel(), *both(ternary.pack_trits, trits))
     yield Row("unpack trits", n + wire.numel(), *both(ternary.unpack_trits, wire, n))
     yield Row("checksum", n, *both(checksum.checksum, data))

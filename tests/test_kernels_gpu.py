@@ -101,7 +101,7 @@ def shifted(x, offset):
     return torch.empty(x.numel() + offset, dtype=x.dtype, device=DEVICE)[offset:].copy_(x)
 
 
-@few(40)
+@few(25)
 @given(floats, some(range(2, 9), [3, 8]), some([8, 96, 128, 1024], [96, 128]), modes, st.integers(0, 2**60))
 @example(torch.ones(4104), 3, 4104, {}, 0)  # a full tile of 1539 bytes: the padding byte is in the next one
 def test_quantize(x, b, block, mode, seed):
@@ -115,10 +115,11 @@ def test_quantize(x, b, block, mode, seed):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("b", range(2, 9))
 def test_quantize_every_width(b, dtype):
-    """A whole tile and a bit more, every mode (on a card one of them): both paths of the kernel; the message at an
-    odd address."""
+    """A whole tile and a bit more, every mode (of the 16-bit dtypes, and on a card, one): both paths of the kernel;
+    the message at an odd address."""
     x = tensor("student", (4096 + 77,), dtype, b)
-    for mode in MODES if DEVICE == "cpu" else (MODES[(b + DTYPES.index(dtype)) % 3],):
+    every = DEVICE == "cpu" and dtype == torch.float32
+    for mode in MODES if every else (MODES[(b + DTYPES.index(dtype)) % 3],):
         wires = both(lambda to, impl, mode=mode: quantize.quantize(to(x), b, 128, seed=b, impl=impl, **mode))
         assert same(*wires), mode
         values = quantize.dequantize(wires[0], x.numel(), b, 128, dtype, impl="reference")
@@ -126,7 +127,7 @@ def test_quantize_every_width(b, dtype):
         assert same(values, moved), mode
 
 
-@few(25)
+@few(15)
 @given(floats, some(DTYPES, [torch.bfloat16]), some(range(2, 9), [4]), modes, st.booleans(), st.floats(0, 2))
 def test_delta(x, mirror_dtype, b, mode, gate, drift):
     h = (x.float() + drift * tensor("gaussian", tuple(x.shape), torch.float32, 5)).to(mirror_dtype)
@@ -177,7 +178,12 @@ def test_every_scale_code():
     codes = torch.arange(1 << 16, dtype=torch.int32)
     wire = torch.cat((torch.full((2 << 16,), 170, dtype=torch.uint8), scales.to_bytes(codes)))
     args = (8 << 16, 2, 8, torch.float32)
-    assert same(*both(lambda to, impl: quantize.dequantize(to(wire), *args, impl=impl)))
+    gpu = importlib.import_module("thinwire.kernels.gpu.quantize")
+    with pytest.MonkeyPatch.context() as patch:
+        if DEVICE == "cpu":  # few large programs: the interpreter's time goes by programs
+            tiling = gpu.tiling
+            patch.setattr(gpu, "tiling", lambda block, width, **_: tiling(block, width, tile=1 << 16))
+        assert same(*both(lambda to, impl: quantize.dequantize(to(wire), *args, impl=impl)))
 
 
 @few(25)
@@ -215,7 +221,7 @@ def test_hadamard(x, block, seed):
         assert same(*both(lambda to, impl, way=inverse: hadamard.rotate(to(x), block, seed, way, impl)))
 
 
-@few(25)
+@few(12)
 @given(floats.filter(lambda x: x.numel() > 0), st.floats(0, 1))
 @example(torch.tensor([1.0, 1 + 2.0**-23] * 5), 0.3)  # two values whose last bit differs
 def test_select(x, share):
@@ -249,22 +255,27 @@ def test_select_beyond_a_tile_and_a_group():
         patch.setattr(gpu, "SIZE", 256)
         x = tensor("student", (6 * 1024 + 5,), torch.float32, 3)
         x[::977] = 50.0
-        for k in (1, 3, 40, x.numel()):
+        for k in (3, 40):
             tops = both(lambda to, impl, k=k: select.top(to(x), k, impl))
             assert all(same(*pair) for pair in zip(*tops))
         assert all(same(*pair) for pair in zip(*both(lambda to, impl: into(to(x), 1.5, 2000, impl))))
 
 
-def test_memory_given_is_used_and_misaligned_memory_is_refused():
+@pytest.mark.parametrize("impl", ["reference", "gpu"])
+def test_memory_given_is_used(impl):
     x, h = tensor("gaussian", (300,), torch.float32, 1).to(DEVICE), torch.zeros(300, device=DEVICE)
     wire = torch.empty(quantize.quantized_bytes(300, 4, 128, x.dtype), dtype=torch.uint8, device=DEVICE)
-    back = torch.empty_like(x)
-    assert quantize.quantize(x, 4, 128, out=wire, impl="gpu") is wire
-    assert quantize.dequantize(wire, 300, 4, 128, x.dtype, out=back, impl="gpu") is back
-    again = torch.empty_like(wire)
-    assert delta.encode_delta(x, h, h.clone(), 4, 128, gate=False, wire=again, impl="gpu") is again
+    back, again = torch.empty_like(x), torch.empty_like(wire)
+    assert quantize.quantize(x, 4, 128, out=wire, impl=impl) is wire
+    assert quantize.dequantize(wire, 300, 4, 128, x.dtype, out=back, impl=impl) is back
+    assert delta.encode_delta(x, h, h.clone(), 4, 128, gate=False, wire=again, impl=impl) is again
     assert same(wire, again)
-    assert delta.decode_delta(again, h, h, 4, 128, x.dtype, gate=False, y=back, impl="gpu") is back
+    assert delta.decode_delta(again, h, h, 4, 128, x.dtype, gate=False, y=back, impl=impl) is back
+
+
+def test_misaligned_memory_is_refused():
+    x = torch.ones(300, device=DEVICE)
+    wire = torch.zeros(quantize.quantized_bytes(300, 4, 128, x.dtype), dtype=torch.uint8)
     with pytest.raises(ValueError, match="multiple of 4"):
         quantize.quantize(x, 4, 128, out=shifted(wire, 1), impl="gpu")
 

@@ -38,8 +38,8 @@ def encode_delta(
     if impl == "gpu":
         return load(impl, "delta").encode_delta(x, h, out, bits, block, gate, stochastic, mse, seed, wire)
     if wire is not None:
-        mode = {"gate": gate, "stochastic": stochastic, "mse": mse, "seed": seed}
-        return wire.copy_(encode_delta(x, h, out, bits, block, **mode, impl=impl))
+        new = encode_delta(x, h, out, bits, block, gate=gate, stochastic=stochastic, mse=mse, seed=seed, impl=impl)
+        return wire.copy_(new)
     if impl != "reference":
         return load(impl, "delta").encode_delta(x, h, out, bits, block, gate, stochastic, mse, seed)
     work = q.arithmetic(x.dtype)

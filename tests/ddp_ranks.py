@@ -135,7 +135,7 @@ def order_of_ready_does_not_matter() -> list[str]:
     for step in range(4):
         backward(a, step)
         backward(b, step)
-        units = two.units if dist.get_rank() % 2 else two.units[::-1]
+        units = two.units if (dist.get_rank() + step) % 2 else two.units[::-1]
         for unit in units[: 1 + dist.get_rank() % len(units)]:
             two.ready(unit)
         one.finish(), two.finish()

@@ -90,6 +90,29 @@ def test_resuming_is_bitwise(tmp_path):
         assert losses(tmp_path / name) == expected[-len(losses(tmp_path / name)) :] != []
 
 
+@pytest.mark.timeout(280)
+def test_resuming_on_another_mesh(tmp_path):
+    """2×2 stopped, then 4×1 and 1×4: without compression one loss curve; with it, it goes on."""
+    meshes = {"wide": {"dp": 4, "pp": 1}, "deep": {"dp": 1, "pp": 4, "microbatches": 4}}
+    with Network(hosts=4, preload=PRELOAD) as net:
+        first = [(settings(tmp_path / n, w, mesh=SQUARE), False) for n, w in (("off", {}), ("max", MAX))]
+        net.run(several, first, timeout=120, echo=False)
+        again = []
+        for name, wire in (("off", {}), ("max", MAX)):
+            for shape, mesh in meshes.items():
+                out = tmp_path / f"{name}-{shape}"
+                shutil.copytree(
+                    tmp_path / name / "checkpoints" / "step-00000006", out / "checkpoints" / "step-00000006"
+                )
+                again.append((settings(out, wire, mesh=mesh), True))
+        merged(net.run(several, again, timeout=120, echo=False))
+    for shape in meshes:
+        for (step, a), (_, b) in zip(losses(tmp_path / f"off-{shape}"), losses(tmp_path / "off")[6:]):
+            assert abs(a - b) < 1e-5, (shape, step, a, b)
+        assert [s for s, _ in losses(tmp_path / f"max-{shape}")] == [7, 8, 9]
+        assert held_out(tmp_path / f"max-{shape}")[-1] < held_out(tmp_path / "max")[0]
+
+
 @pytest.mark.timeout(600 if os.environ.get("THINWIRE_KILLS") else 280)
 def test_killed_ranks_change_nothing(tmp_path):
     """kill -9 of a random rank at a random moment, restart with --resume: the weights of an undisturbed run."""

@@ -43,7 +43,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "gradient": {"collective": "low_rank", "rank": 128, "memory": "error_feedback", "when": "critical"},
         "embedding": {"sync": "fused"},
     },
-    # as thin as training stands, by our own measurements: three bits each way, 1 % of the gradient
+    # as thin as training stands, by our own measurements (docs/quality.md): three bits each way along the pipeline,
+    # four between replicas; sparse gradients cost far more quality at equal bytes
     "max": {
         "forward": {
             "codec": "quantize",
@@ -51,7 +52,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "memory": {"memory": "delta", "cold": {"codec": "quantize", "bits": 8}},
         },
         "backward": {"codec": "quantize", "bits": 3},
-        "gradient": {"collective": "ok_topk", "density": 0.01, "memory": "error_feedback"},
-        "embedding": {"collective": "ok_topk", "density": 0.01, "memory": "error_feedback", "sync": "fused"},
+        "gradient": {"collective": "quantized", "bits": 4, "memory": "error_feedback"},
+        "embedding": {"collective": "quantized", "bits": 4, "memory": "error_feedback", "sync": "fused"},
     },
 }

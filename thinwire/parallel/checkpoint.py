@@ -46,6 +46,12 @@ class PerRank:
         self.exchange.load_state_dict(_mean(ranks))
 
 
+def concerns(name: str, rank: int, size: int) -> bool:
+    """Is a part of that name for this rank to read: its own, or, of another number of ranks, anybody's?"""
+    match = RANKED.fullmatch(name)
+    return match is not None and (int(match[2]) != size or int(match[1]) == rank)
+
+
 def split(state: Mapping[str, Tensor]) -> tuple[int, Ranks]:
     """(how many ranks wrote it, rank → its tensors)."""
     ranks: Ranks = {}
@@ -84,8 +90,7 @@ def read_state(path: str | PathLike[str], prefix: str, group: Any = None) -> dic
     known = reader.read_metadata().state_dict_metadata
     wanted = {}
     for name, about in known.items():
-        match = RANKED.fullmatch(name.removeprefix(f"{prefix}.")) if name.startswith(f"{prefix}.") else None
-        if match and (int(match[2]) != size or int(match[1]) == rank):
+        if name.startswith(f"{prefix}.") and concerns(name.removeprefix(f"{prefix}."), rank, size):
             assert isinstance(about, TensorStorageMetadata), name
             wanted[name] = torch.empty(about.size, dtype=about.properties.dtype)
     if not wanted:

@@ -115,6 +115,8 @@ class MeshConfig:
             self.plan()
         except UsageError as error:
             raise UsageError(f"[mesh] {error}") from None
+        if self.schedule == "1F1B" and self.microbatches < self.pp:
+            raise UsageError(f"[mesh] microbatches = {self.microbatches}: 1F1B needs at least pp = {self.pp}")
 
     def plan(self) -> Schedule:
         """What each pipeline rank computes, and where each stage lies (`rank_of`)."""

@@ -147,6 +147,7 @@ class Trainer:
         state |= {f"{own}/pipeline/{name}": value for name, value in self.parts.engine.state_dict().items()}
         state |= {f"{own}/rng": torch.get_rng_state(), f"{own}/sent": self.totals.state()}
         state |= {f"data/{name}": _number(value) for name, value in self.parts.batches.state_dict().items()}
+        state["cut"] = self._cut()
         return state | {"step": torch.tensor(self.step), "seconds": torch.tensor(self.seconds, dtype=torch.float64)}
 
     def _load(self, path: Path) -> None:
@@ -155,7 +156,9 @@ class Trainer:
 
         def wanted(name: str) -> bool:
             known = (
-                name in ("step", "seconds") or name.startswith((own, "data/")) or name.removeprefix("model/") in named
+                name in ("step", "seconds", "cut")
+                or name.startswith((own, "data/"))
+                or name.removeprefix("model/") in named
             )
             return known or update.wants(name)
 
@@ -166,17 +169,24 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in named.items():
                 parameter.copy_(state[f"model/{name}"])
-        update.load_state_dict(state)
-        prefix = f"{own}pipeline/"
-        memory = {n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)}
-        if memory:
+        same_cut = torch.equal(state["cut"], self._cut())
+        update.load_state_dict(state, same_cut)
+        memory = {n.removeprefix(f"{own}pipeline/"): v for n, v in state.items() if n.startswith(f"{own}pipeline/")}
+        if memory and same_cut:
             self.parts.engine.load_state_dict(memory)
+        if not same_cut:
+            self.say("the pipeline is cut otherwise than in the checkpoint: compression starts without memory")
         if f"{own}rng" in state:
             torch.set_rng_state(state[f"{own}rng"])
             self.totals.load(state[f"{own}sent"])
         self._go_to({n.removeprefix("data/"): v for n, v in state.items() if n.startswith("data/")}, path)
         self.step, self.seconds = int(state["step"]), float(state["seconds"])
         self.say(f"resumed at step {self.step} from {path}")
+
+    def _cut(self) -> Tensor:
+        """Which layers lie where: state of boundaries means something only under the same cut."""
+        layers = self.parts.blueprint.layers
+        return torch.tensor([self.config.mesh.pp, *(run.stop for run in layers), *self.config.mesh.plan().rank_of])
 
     def _go_to(self, position: dict[str, Tensor], path: Path) -> None:
         """The data's position; data, batch or seed of another run would make it mean something else."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from thinwire.collectives.base import world
 from thinwire.optim import FrozenAdam
+from thinwire.parallel.checkpoint import concerns
 from thinwire.parallel.exchange import Exchange
 from thinwire.parallel.reducer import Reducer
 from thinwire.parallel.tied import TiedEmbedding
@@ -137,7 +138,8 @@ class Update:
             out["frozen"] = torch.tensor(self.frozen.frozen)
         return out
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor], compression: bool = True) -> None:
+        """Moments, and unless the pipeline was cut otherwise the compression's own state."""
         for optimizer in self._optimizers():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 name = next(n for n, p in self.named.items() if p is parameter)
@@ -146,20 +148,24 @@ class Update:
                     optimizer.state[parameter] = fields
         for prefix, reducer in self._reducers().items():
             own = _under(f"{prefix}/", state)
-            if own:
+            if own and compression:
                 reducer.load_state_dict(own)
         if self.frozen is not None:
             whole = self.frozen.state_dict()
-            whole["wire"] = _under(f"{self._momentum}/", state)
+            if compression:
+                whole["wire"] = _under(f"{self._momentum}/", state)
             whole["freezing"] = {"frozen": bool(state["frozen"]), "norms": [], "skips": 0}
             self.frozen.load_state_dict(whole)
 
     def wants(self, name: str) -> bool:
         """Is this name of a checkpoint for this rank?"""
-        if name == "frozen" or name.startswith((*(f"{p}/" for p in self._reducers()), f"{self._momentum}/")):
-            return True
         kind, _, rest = name.partition("/")
-        return kind == "optim" and rest.rpartition("/")[0] in self.named
+        if kind == "optim":
+            return rest.rpartition("/")[0] in self.named
+        if kind in self._reducers():
+            reducer = self._reducers()[kind]
+            return concerns(rest, reducer.rank, reducer.size)
+        return name == "frozen" or (kind == self._momentum and concerns(rest, *reversed(world(self.mesh.dp))))
 
     # --- inside
 

@@ -163,7 +163,6 @@ def test_a_mistake_is_named(table, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.xfail(strict=True, reason="thinwire/wire.py: a value of the wrong type is a TypeError, or is taken")
 @pytest.mark.parametrize(
     "wire",
     [

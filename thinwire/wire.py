@@ -86,11 +86,14 @@ class Reduction:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"{name} = {value!r}: must be an integer, {least} or more")
-        if not self.unit_mb > 0:
+        if not isinstance(self.unit_mb, (int, float)) or not self.unit_mb > 0:
             raise UsageError(f"unit_mb = {self.unit_mb!r}: must be positive")
         if self.sync not in SYNCS:
             raise UsageError(f"sync = {self.sync!r}: allowed are {', '.join(SYNCS)}")
-        object.__setattr__(self, "exclude", (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude))
+        patterns = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
+        if not isinstance(patterns, (tuple, list)) or not all(isinstance(p, str) for p in patterns):
+            raise UsageError(f"exclude = {self.exclude!r}: must be patterns of names, such as '*.bias'")
+        object.__setattr__(self, "exclude", tuple(patterns))
 
     @property
     def is_exact(self) -> bool:
@@ -112,6 +115,8 @@ class Wire:
             object.__setattr__(self, name, _link(name, getattr(self, name)))
         for name in ("gradient", "embedding"):
             object.__setattr__(self, name, _reduction(name, getattr(self, name)))
+        if not isinstance(self.auto, bool):
+            raise UsageError(f"[wire] auto = {self.auto!r}: must be true or false")
 
     @staticmethod
     def of(wire: Wire | Mapping[str, Any] | Collective | str) -> Wire:
@@ -126,6 +131,8 @@ class Wire:
             if wire not in PRESETS:
                 raise UsageError(f"preset {wire!r}: allowed are auto, {', '.join(PRESETS)}")
             return Wire.of(PRESETS[wire])
+        if not isinstance(wire, Mapping):
+            raise UsageError(f"wire = {wire!r}: must be a Wire, a preset's name, a table or a collective")
         return _read(wire)
 
 
@@ -202,6 +209,8 @@ def _nested(value: Any) -> Any:
 
 def _memory(given: str | Mapping[str, Any]) -> Memory:
     """A memory from its name, or from a table {"memory": name, …}."""
+    if not isinstance(given, (str, Mapping)):
+        raise UsageError(f"memory = {given!r}: must be a name or a table")
     table = {"memory": given} if isinstance(given, str) else dict(given)
     built = {key: _nested(value) for key, value in table.items() if key != "memory"}
     return construct("memory", MEMORIES, table.get("memory"), built)

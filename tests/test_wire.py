@@ -70,7 +70,6 @@ def test_the_planner_reads_every_preset_the_same(name):
     assert planned.fused == (built.embedding is not None and built.embedding.sync == "fused")
 
 
-@pytest.mark.xfail(strict=True, reason="thinwire/wire.py takes the function xi for a collective")
 def test_the_planner_knows_every_collective_that_a_wire_can_name():
     assert set(PLANNED) == set(COLLECTIVES)
 

@@ -29,7 +29,7 @@ MEMORIES: dict[str, Callable[..., Memory]] = {
     )
 }  # fmt: skip
 COLLECTIVES: dict[str, Callable[..., Collective]] = {
-    plain_name(name): getattr(collectives, name) for name in collectives.__all__ if name != "Collective"
+    plain_name(name): getattr(collectives, name) for name in collectives.__all__ if name not in ("Collective", "xi")
 }
 WHEN = ("always", "epilogue", "critical")
 SYNCS = ("separate", "fused")

@@ -1,4 +1,4 @@
-"""Adapters to torch: the gradient reducer, DDP, the pipeline stage. Imported when first used."""
+"""Adapters to torch: gradient reducer, DDP, trainers, pipeline stage, tied embedding. Imported when first used."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 _LAZY = {
     "Reducer": "reducer",
     "compress_ddp": "ddp",
+    "compress_trainer": "trainers",
+    "TiedEmbedding": "tied",
     "all_reduce": "functional",
     "read_state": "checkpoint",
     "CompressedStage": "stage",

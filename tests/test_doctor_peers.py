@@ -80,14 +80,14 @@ def test_two_machines_at_20_mbit(latency: float, tmp_path: Path, capfd: pytest.C
     assert told["gloo_address"] == good["local"] and "right for these peers" in told["gloo"]
     assert not dead["ok"] and "nothing listens on port 29555" in dead["problem"]
     said = capfd.readouterr().out
-    assert re.search(r"ready. What to expect: thinwire plan run.toml --rate \d+(\.\d)?mbit", said)
+    assert re.search(r"ready. What to expect: thinwire plan plan.toml --rate \d+(\.\d)?mbit", said)
     assert ":29555: NOT READY: nothing listens on port 29555 there. What to do: start `thinwire doctor" in said
     rates = good["download"], good["upload"]
     assert max(rates) < 1.05 * RATE
-    if min(rates) <= 0.85 * RATE and latency and lab_itself <= 0.85 * RATE:
-        pytest.skip(
-            f"this machine is too busy to delay packets: the lab's own transfer had {lab_itself / 1e6:.1f} Mb/s"
-        )
+    busy = lab_itself <= 0.85 * RATE or os.getloadavg()[0] > 4 * (os.cpu_count() or 1)
+    if min(rates) <= 0.85 * RATE and latency and busy:
+        told_by_lab = f"the lab's own transfer had {lab_itself / 1e6:.1f} Mb/s, load {os.getloadavg()[0]:.0f}"
+        pytest.skip(f"this machine is too busy to delay packets in user space: {told_by_lab}")
     assert min(rates) > 0.85 * RATE
 
 
@@ -174,7 +174,7 @@ def test_what_stands_in_the_way(change: dict[str, Any], words: str) -> None:
 
 def test_the_verdict_on_a_good_peer() -> None:
     assert diagnose(READY) == ("", "")
-    assert verdict(READY) == "b:29400: ready. What to expect: thinwire plan run.toml --rate 10mbit."
+    assert verdict(READY) == "b:29400: ready. What to expect: thinwire plan plan.toml --rate 10mbit."
     assert "Clocks differ by 90.0 s" in verdict(replace(READY, clock=-90.0))
 
 
@@ -223,7 +223,7 @@ def test_nobody_came(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nobody asked" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", ["README.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/two-machines.md"])
 def test_pages_that_are_linked_exist(page: str) -> None:
     path = ROOT / page
     for link in re.findall(r"\]\(([\w./-]+)\)", path.read_text()):

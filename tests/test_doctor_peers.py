@@ -139,9 +139,16 @@ def test_something_else_on_the_port(reply: bytes) -> None:
     assert found.problem == "something else listens there" and "--listen" in found.remedy
 
 
+def unknown(*_: object, **__: object) -> None:
+    """A look-up that fails, without asking any server."""
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
 def test_names_and_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "PATIENCE", 0.2)
-    assert "is not known here" in examine("no-such-host.invalid", 29400).problem
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", unknown)
+        assert "is not known here" in examine("no-such-host", 29400).problem
     with socket.socket() as silent:  # bound, full queue: connections hang as behind a firewall that drops
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)
@@ -185,8 +192,12 @@ def test_which_address_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert gloo_choice()[0] == "127.0.0.1"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert gloo_choice()[0] == "127.0.0.1"
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", unknown)
+        assert gloo_choice() == (
+            "127.0.0.1",
+            f"this host's name, {socket.gethostname()}, stands for no address of its own",
+        )
     assert address_of("lo") == "127.0.0.1" and interface_of("127.0.0.1") == "lo" and interface_of("192.0.2.1") is None
 
 

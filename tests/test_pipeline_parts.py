@@ -184,6 +184,50 @@ def test_prefetched_rows_are_never_stale(tmp_path):
     assert store.get(1) is None and float(store.get(3).data[0]) == 30.0 and not store.coming
 
 
+def resident() -> int:
+    """Bytes of RAM this process holds now."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def visit(lanes: tuple[Lane, Lane], step: int, ids: tuple[int, ...], x: torch.Tensor) -> None:
+    for lane in lanes:
+        lane.begin(step)
+        lane.load(ids)
+    lanes[1].recv(Part(0, ids, True), 0, lanes[0].send(Part(0, ids, True), 0, x), x.shape, x.dtype)
+    for lane in lanes:
+        lane.end_step(keep=True)
+
+
+def test_a_file_store_stays_on_disk(tmp_path):
+    """64 MB remembered at two ends, visited twice: resident memory grows by a fraction of it."""
+    link = Link(c.Quantize(4), m.Delta(cold=c.Quantize(8), path=str(tmp_path)))
+    lanes = Lane(link, "forward 0→1", "send", 0), Lane(link, "forward 0→1", "recv", 0)
+    x = torch.randn(4, 1 << 17)
+    visit(lanes, 0, (1, 2, 3, 4), x)
+    before = resident()
+    for step in range(1, 64):
+        visit(lanes, step, tuple(4 * (step % 32) + i for i in range(4)), x)
+    kept = sum(lane.coded[0].ledger.stores["h"].used for lane in lanes)
+    assert kept >= 2**26 and resident() - before < kept / 4
+    for lane in lanes:
+        lane.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_grows():
+    """500 steps over the same samples: as much memory as after 50."""
+    forward, backward = Link(c.Quantize(4), m.Delta(cold=c.Quantize(8))), Link(c.LowRank(2), m.ErrorFeedback())
+    lanes = Lane(forward, "forward 0→1", "send", 0), Lane(forward, "forward 0→1", "recv", 0)
+    back = Lane(backward, "backward 1→0", "send", 0), Lane(backward, "backward 1→0", "recv", 0)
+    x, sizes = torch.randn(4, 32, 128), []
+    for step in range(500):
+        visit(lanes, step, tuple(4 * (step % 8) + i for i in range(4)), x)
+        visit(back, step, (0, 1, 2, 3), x)
+        sizes.append(resident())
+    assert max(sizes[450:]) - max(sizes[:50]) < 4 << 20
+
+
 # --- the bench
 
 

@@ -111,7 +111,7 @@ class Rows:
             return body, codec.decode(body, x.shape, x.dtype, seed) if bool(finite) else x, bool(finite)
         visits.memory.check(codec, x[0].numel())
         new = visits.ledger.empty_mirror(x.shape, x.dtype, x.device)
-        body, finite = codec.encode_onto_flagged(x, self._mirrors(keys), seed, visits.memory.gate, new)
+        body, finite = codec.encode_onto_flagged(x, self._mirrors(keys, x.device), seed, visits.memory.gate, new)
         return body, new, bool(finite)
 
     def _decode_group(
@@ -127,7 +127,7 @@ class Rows:
             self._keep(keys, y.clone(), warm)
             return y
         new = visits.ledger.empty_mirror(whole, dtype, body.device)
-        y = codec.decode_onto(body, self._mirrors(keys), dtype, seed_of(keys[0]), visits.memory.gate, new)
+        y = codec.decode_onto(body, self._mirrors(keys, body.device), dtype, seed_of(keys[0]), visits.memory.gate, new)
         self._keep(keys, new, warm)
         return y
 
@@ -138,9 +138,10 @@ class Rows:
             return [self.visits.body_bytes(shape, dtype, 0, warm)] * len(keys)
         return [self.visits.body_bytes(shape, dtype, seed_of(key), warm) for key in keys]
 
-    def _mirrors(self, keys: Sequence[Key]) -> Tensor:
+    def _mirrors(self, keys: Sequence[Key], device: torch.device) -> Tensor:
+        """float[rows, …]; a file store gives them on the CPU."""
         found = [self.visits.ledger.read("h", key) for key in keys]
-        return torch.stack([h for h in found if h is not None])
+        return torch.stack([h for h in found if h is not None]).to(device)
 
     def _keep(self, keys: Sequence[Key], new: Tensor, warm: bool) -> None:
         for key, row in zip(keys, new):

@@ -118,7 +118,7 @@ class Visits:
         else:
             self.memory.check(self.codec, x.numel())
             new = self.ledger.empty_mirror(x.shape, x.dtype, x.device)
-            body, finite = self.codec.encode_onto_flagged(x, h, seed, self.memory.gate, new)
+            body, finite = self.codec.encode_onto_flagged(x, h.to(x.device), seed, self.memory.gate, new)
         if bool(finite):
             self.ledger.write("h", key, new)
             self.stats.visit(warm)
@@ -136,7 +136,7 @@ class Visits:
             raise ValueError(f"a change for {key!r} arrived, but this end remembers no such sample")
         else:
             new = self.ledger.empty_mirror(h.shape, dtype, body.device)
-            y = self.codec.decode_onto(body, h, dtype, seed, self.memory.gate, new)
+            y = self.codec.decode_onto(body, h.to(body.device), dtype, seed, self.memory.gate, new)
         self.ledger.write("h", key, new)
         self.stats.visit(warm)
         return y

@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	$(BIN)/thinwire convex --quick --out out/demo
+	$(BIN)/thinwire demo --out out/demo
 
 test: setup
 	$(BIN)/python -m pytest

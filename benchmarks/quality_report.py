@@ -27,7 +27,7 @@ LOOKS = {
     "EF21": ("#999999", "<"), "DIANA": ("#999999", ">"),
 }  # fmt: skip
 HEAD = "| method | rate | held-out loss | against dense, % | kB a step | × less | after warm-up | within 0.5 % |"
-WORST = 0.4  # beyond this a point is drawn at the edge
+DPI = 92
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Point:
     steady: float  # after the warm-up
     ratio: float  # dense's bytes ÷ these
     steady_ratio: float
+    elsewhere: bool  # some seed's run of dense was with another version of torch, so on another machine
 
     @property
     def mean(self) -> float:
@@ -102,7 +103,7 @@ def _point(rows: Sequence[dict[str, Any]], mine: list[dict[str, Any]], dense: li
     return Point(
         mine[0]["task"], mine[0]["method"], mine[0]["rate"], mine[0]["rate"] in (rates[0], rates[-1]),
         tuple(row["held"] for row in mine), tuple(a["held"] / b["held"] - 1 for a, b in zip(mine, dense)),
-        size, steady, whole / size, whole / steady,
+        size, steady, whole / size, whole / steady, any(a.get("torch") != b.get("torch") for a, b in zip(mine, dense)),
     )  # fmt: skip
 
 
@@ -112,7 +113,8 @@ def markdown(points: Sequence[Point]) -> str:
         out += ["", f"### {TASKS[task].title}", "", HEAD, "|---|---|---|---|---|---|---|---|"]
         for p in (point for point in points if point.task == task):
             spread = "" if p.method == "dense" else f"{100 * p.mean:+.2f} ± {100 * p.interval:.2f}".replace("inf", "?")
-            seeds, edge = "" if len(p.losses) > 2 else f" ({len(p.losses)} seeds)", "*" if p.at_edge else ""
+            seeds = ("†" if p.elsewhere else "") + ("" if len(p.losses) > 2 else f" (seeds: {len(p.losses)})")
+            edge = "*" if p.at_edge else ""
             out.append(
                 f"| {p.method}{seeds} | {p.rate:g}{edge} | {statistics.fmean(p.losses):.4f} | {spread} "
                 f"| {p.bytes / 1e3:.1f} | {p.ratio:.1f} | {p.steady_ratio:.1f} | {p.verdict} |"
@@ -123,13 +125,20 @@ def markdown(points: Sequence[Point]) -> str:
 def figure(points: Sequence[Point], path: Path) -> None:
     """A panel a task: held-out loss relative to dense against bytes, the line of 0.5 %."""
     tasks = list(dict.fromkeys(point.task for point in points))
-    drawn = Figure(figsize=(6.4 * len(tasks), 6.4), layout="constrained")
-    for task, ax in zip(tasks, drawn.subplots(1, len(tasks), squeeze=False)[0]):
+    drawn = Figure(figsize=(6.4 * len(tasks), 6.8), layout="constrained", dpi=DPI)
+    panels = dict(zip(tasks, drawn.subplots(1, len(tasks), squeeze=False)[0]))
+    for task, ax in panels.items():
         _panel(ax, [point for point in points if point.task == task])
         ax.set_title(TASKS[task].title, fontsize=11)
-    drawn.suptitle("Held-out loss against bytes: 4 ranks, each method at its best rate; bars: 95 %, paired with dense")
+    drawn.suptitle(
+        "Held-out loss against bytes: 4 ranks, each method at its best rate; bars: 95 %, paired with dense; "
+        "w: exact for the first tenth of the steps; pale: one or two seeds"
+    )
+    drawn.draw_without_rendering()  # places are known now
+    for task, ax in panels.items():
+        _label(ax, [point for point in points if point.task == task])
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawn.savefig(path, dpi=92)
+    drawn.savefig(path, dpi=DPI)
 
 
 def _panel(ax: Axes, points: Sequence[Point]) -> None:
@@ -137,20 +146,44 @@ def _panel(ax: Axes, points: Sequence[Point]) -> None:
     ax.axhline(0, color="#000000", linewidth=0.6)
     for p in points:
         colour, mark = LOOKS[METHODS[p.method].family]
-        up = 100 * min(p.mean, WORST)
-        bar = 0.0 if p.method == "dense" or p.mean > WORST or math.isinf(p.interval) else 100 * p.interval
+        bar = 0.0 if p.method == "dense" or math.isinf(p.interval) else 100 * p.interval
         ax.errorbar(
-            p.bytes / 1e3, up, yerr=bar, color=colour, marker=mark, markersize=7, markeredgecolor="#333333",
-            markeredgewidth=0.5, elinewidth=0.8, linestyle="",
+            p.bytes / 1e3, 100 * p.mean, yerr=bar, color=colour, marker=mark, markersize=7, markeredgecolor="#333333",
+            markeredgewidth=0.5, elinewidth=0.8, linestyle="", alpha=1 if len(p.losses) > 2 else 0.5,
         )  # fmt: skip
-        note = f"{_short(p.method)} ({100 * p.mean:+.0f} %)" if p.mean > WORST else _short(p.method)
-        ax.annotate(note, (p.bytes / 1e3, up), xytext=(5, 4), textcoords="offset points", fontsize=7.5)
     ax.set_xscale("log")
-    ax.set_yscale("symlog", linthresh=1)
+    ax.set_yscale("symlog", linthresh=1, linscale=0.6)
+    worst = max(1.2, *(100 * abs(p.mean) for p in points))
+    ticks = [t for t in (-30, -10, -3, -1, 0, 1, 3, 10, 30, 100, 300) if -worst < t < 2 * worst]
+    ax.set_yticks(ticks, [f"{t:+d} %" if t else "dense" for t in ticks])
+    ax.set_ylim(1.5 * min(-1.0, *(100 * p.mean for p in points)), 1.5 * worst)
+    ax.set_xlim(0.8 * min(p.bytes for p in points) / 1e3, 2.2 * max(p.bytes for p in points) / 1e3)
     ax.set_xlabel("kB per rank and step, mean over the run (warm-up included)")
-    ax.set_ylabel("held-out loss against dense, %; green: within 0.5 %")
+    ax.set_ylabel("held-out loss against dense; green: within 0.5 %")
     ax.grid(True, color="#dddddd", linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
+
+
+def _label(ax: Axes, points: Sequence[Point]) -> None:
+    """Names beside the points, each in the first of a few places where nothing else stands."""
+    at = {p.method: ax.transData.transform((p.bytes / 1e3, 100 * p.mean)) for p in points}
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in at.values()]
+    scale = 100 / 72 * DPI / 100  # pixels a point
+    for method, (x, y) in sorted(at.items(), key=lambda item: -item[1][1]):
+        name = _short(method)
+        width, height = 4.1 * len(name) * scale, 8 * scale
+        places = [(dx, dy) for dy in (3, -9, 11, -17, 19, -25, 27, -33) for dx in (6, -6 - width / scale)]
+        boxes = [(x + dx * scale, y + dy * scale) for dx, dy in places]
+        free = [
+            i for i, (a, b) in enumerate(boxes)
+            if not any(a < r and a + width > left and b < top and b + height > low for left, low, r, top in taken)
+            and ax.bbox.x0 < a and a + width < ax.bbox.x1 + 40
+        ]  # fmt: skip
+        chosen = free[0] if free else 0
+        a, b = boxes[chosen]
+        taken.append((a, b, a + width, b + height))
+        pixels = {"xycoords": "figure pixels", "textcoords": "figure pixels"}
+        ax.annotate(name, (x, y), (a, b), fontsize=7.5, **pixels).set_in_layout(False)
 
 
 def _short(method: str) -> str:

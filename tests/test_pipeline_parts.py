@@ -217,7 +217,7 @@ def test_a_file_store_stays_on_disk(tmp_path):
 
 def test_nothing_grows():
     """500 steps over the same samples: as much memory as after 50."""
-    forward, backward = Link(c.Quantize(4), m.Delta(cold=c.Quantize(8))), Link(c.LowRank(2), m.ErrorFeedback())
+    forward, backward = Link(c.Quantize(4), m.Delta(cold=c.Quantize(8))), Link(c.Quantize(3), m.ErrorFeedback())
     lanes = Lane(forward, "forward 0→1", "send", 0), Lane(forward, "forward 0→1", "recv", 0)
     back = Lane(backward, "backward 1→0", "send", 0), Lane(backward, "backward 1→0", "recv", 0)
     x, sizes = torch.randn(4, 32, 128), []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from thinwire.kernels.random import derive
 
 Ids = Sequence[int | str] | Tensor
 NONE = -1
-ROOM = 512  # 64-bit words of the broadcast; grows with the batch, on all ranks alike
+ROOM = 64  # 64-bit words of the broadcast; grows with the batch, on all ranks alike
 INT64 = range(-(2**63), 2**63)
 
 
@@ -44,10 +45,7 @@ class Announcement:
 
     def sizes(self, microbatches: int) -> list[int] | None:
         """Rows of every micro-batch, as torch splits a batch; None where nothing was said."""
-        if self.rows is None:
-            return None
-        whole, rest = divmod(self.rows, microbatches)
-        return [whole + (i < rest) for i in range(microbatches)]
+        return None if self.rows is None else split_sizes(self.rows, microbatches)
 
     def ids_of(self, microbatch: int, microbatches: int) -> tuple[int, ...] | None:
         if self.ids is None:
@@ -69,6 +67,13 @@ class Announcement:
             parts.append(None if count == NONE else tuple(words[at + 1 : at + 1 + count]))
             at += 1 + max(count, 0)
         return Announcement(words[0], bool(words[1]), *parts)
+
+
+@lru_cache(maxsize=64)
+def split_sizes(rows: int, microbatches: int) -> list[int]:
+    """As torch.tensor_split."""
+    whole, rest = divmod(rows, microbatches)
+    return [whole + (i < rest) for i in range(microbatches)]
 
 
 def sample_ids(ids: Ids | None) -> tuple[int, ...] | None:

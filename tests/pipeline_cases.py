@@ -210,7 +210,7 @@ def _lost(run: Run, x: Tensor, y: Tensor, ids: list[int]) -> list[str]:
         for lane in run.pipe.lanes():
             if lane.name == "forward 0→1" and lane.end == "recv":
                 if restore:
-                    prefix = "stage1/forward 0→1/recv/"
+                    prefix = f"rank1of{dist.get_world_size()}/stage1/forward 0→1/recv/"
                     lane.load_state_dict({k.removeprefix(prefix): v for k, v in old.items() if k.startswith(prefix)})
                 else:
                     for channel in lane.coded.values():

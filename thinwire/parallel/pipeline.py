@@ -259,19 +259,32 @@ class Pipeline:
     def state_dict(self, stores: bool = True) -> dict[str, Tensor]:
         """This rank's state: residuals, factors, counters, and with `stores` what is remembered of samples."""
         out = {"step": torch.tensor(self.steps), "scale": torch.tensor(self._scale, dtype=torch.float64)}
-        for stage in self.stages:
-            for lane in stage.lanes.all():
-                prefix = f"stage{stage.stage_index}/{lane.name}/{lane.end}"
-                out |= {f"{prefix}/{name}": value for name, value in lane.state_dict(stores).items()}
-        return out
+        for prefix, lane in self._places():
+            out |= {f"{prefix}{name}": value for name, value in lane.state_dict(stores).items()}
+        mark = self._mark()
+        return {f"{mark}{name}": value for name, value in out.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """State of the same stages; what is missing starts empty: samples cold, residuals zero."""
+        """State of the same stages: this rank's of several, or whichever is the only one. What is missing starts
+        empty: samples cold, residuals zero."""
+        marks = {name.partition("/")[0] + "/" for name in state}
+        mark = marks.pop() if len(marks) == 1 else self._mark()
+        mine = {name.removeprefix(mark): value for name, value in state.items() if name.startswith(mark)}
+        if "step" not in mine:
+            raise UsageError(f"the state has no part for {mark[:-1]}, only for {', '.join(sorted(marks)) or 'nobody'}")
         self._meet()
-        self.steps, self._scale = int(state["step"]), float(state["scale"])
-        for stage in self.stages:
-            for lane in stage.lanes.all():
-                prefix = f"stage{stage.stage_index}/{lane.name}/{lane.end}/"
-                lane.load_state_dict({n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)})
+        self.steps, self._scale = int(mine["step"]), float(mine["scale"])
+        for prefix, lane in self._places():
+            lane.load_state_dict({n.removeprefix(prefix): v for n, v in mine.items() if n.startswith(prefix)})
         if self.steps and any(lane.per_sample and not lane.remembers() for lane in self.lanes()):
             warnings.warn("the loaded state has no samples' memory: every sample starts cold", stacklevel=2)
+
+    def _places(self) -> Iterator[tuple[str, Lane]]:
+        for stage in self.stages:
+            for lane in stage.lanes.all():
+                yield f"stage{stage.stage_index}/{lane.name}/{lane.end}/", lane
+
+    def _mark(self) -> str:
+        """torch.distributed.checkpoint keeps one of equal names: replicas hold the same stages."""
+        size, rank = world(None)
+        return f"rank{rank}of{size}/"

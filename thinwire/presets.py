@@ -43,8 +43,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "gradient": {"collective": "low_rank", "rank": 128, "memory": "error_feedback", "when": "critical"},
         "embedding": {"sync": "fused"},
     },
-    # as thin as training stands, by our own measurements (docs/quality.md): three bits each way along the pipeline
-    # and between replicas; sparse gradients cost far more quality at equal bytes
+    # as thin as training stands, by our own measurements (docs/quality.md, docs/train.md): three bits each way along the
+    # pipeline, four between replicas; sparse gradients cost far more quality at equal bytes
     "max": {
         "forward": {
             "codec": "quantize",
@@ -52,11 +52,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "memory": {"memory": "delta", "cold": {"codec": "quantize", "bits": 8}},
         },
         "backward": {"codec": "quantize", "bits": 3},
-        "gradient": {"collective": "two_hop", "codec": {"codec": "quantize", "bits": 3, "scale": "mse"}},
-        "embedding": {
-            "collective": "two_hop",
-            "codec": {"codec": "quantize", "bits": 3, "scale": "mse"},
-            "sync": "fused",
-        },
+        "gradient": {"collective": "quantized", "bits": 4, "memory": "error_feedback"},
+        "embedding": {"collective": "quantized", "bits": 4, "memory": "error_feedback", "sync": "fused"},
     },
 }

@@ -32,7 +32,7 @@ DOCUMENT: dict[str, dict[str, Any]] = {
     "model": {"hidden": 128, "layers": 4, "heads": 4},
     "data": {"seq_len": 128, "held_out": 0.15, "tokenizer": "bytes"},
     "mesh": {"dp": 2, "pp": 2, "microbatches": 4},
-    "optim": {"batch": 16, "warmup": 10, "lr": 1e-3, "schedule": "cosine"},
+    "optim": {"batch": 16, "warmup": 5, "lr": 5e-4, "schedule": "cosine"},
     "run": {"checkpoint_every": 0},
 }
 
@@ -92,7 +92,7 @@ class Bench:
     def pretrain(self, network: Network) -> Path:
         """A model that knows some Python: bytes of the library, uncompressed."""
         config = self._config(
-            "pretrain", "off", 0, {"corpus_bytes": 2_000_000}, {"steps": self.args.pretrain, "lr": 3e-3}
+            "pretrain", "off", 0, {"corpus_bytes": 2_000_000}, {"steps": self.args.pretrain, "warmup": 20, "lr": 3e-3}
         )
         train_local(config, network=network, label="pre-training")
         return Path(config.run.out) / "model"
@@ -146,7 +146,7 @@ class Bench:
         document = {section: dict(values) for section, values in DOCUMENT.items()}
         document["data"] |= data | {"seed": seed}
         document["optim"] |= optim
-        document["run"] |= {"out": str(out), "seed": seed, "eval_every": 0 if model is None else 4}
+        document["run"] |= {"out": str(out), "seed": seed, "eval_every": 0 if model is None else 6}
         if model is not None:
             document["model"] = {"path": str(model)}
         return read_config({**document, "wire": {"preset": wire}})

@@ -49,16 +49,31 @@ class Parts:
         }  # fmt: skip
 
 
-def build(config: TrainConfig, say: Callable[[str], None]) -> Parts:
+@dataclass(frozen=True)
+class Checked:
+    """What can be known, and refused, before ranks talk to each other."""
+
+    wire: Wire
+    samples: Samples
+    blueprint: Blueprint
+
+
+def check(config: TrainConfig) -> Checked:
+    """Wire, data, and a model that can be cut as the mesh says; mistakes are UsageErrors."""
     wire = Wire.of(config.wire)
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.path)
     samples = make_samples(config.data, tokenizer)
-    plan = config.mesh.plan()
-    blueprint = plan_model(config.model, len(plan.rank_of), tokenizer.size, config.data.seq_len)
+    Batches(samples, config.optim.batch, config.data.seed, 0, config.mesh.dp)
+    stages = len(config.mesh.plan().rank_of)
+    return Checked(wire, samples, plan_model(config.model, stages, tokenizer.size, config.data.seq_len))
+
+
+def build(config: TrainConfig, checked: Checked, say: Callable[[str], None]) -> Parts:
+    wire, samples, blueprint = checked.wire, checked.samples, checked.blueprint
     mesh = make_mesh(config.mesh)
     check_agreement("thinwire train", {"the configuration": repr(config), "the data": samples.digest}, None)
     batches = Batches(samples, config.optim.batch, config.data.seed, mesh.replica, config.mesh.dp)
-    mine = [stage for stage, rank in enumerate(plan.rank_of) if rank == mesh.position]
+    mine = [stage for stage, rank in enumerate(config.mesh.plan().rank_of) if rank == mesh.position]
     stages = build_stages(blueprint, mine, config.run.seed, recompute=config.run.recompute)
     named = named_parameters(stages)
     engine: Alone | Piped = (

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from thinwire.errors import UsageError
@@ -79,8 +80,8 @@ class Checkpoints:
                 if wanted(name) and isinstance(about, TensorStorageMetadata)
             }
             dcp.load(out, storage_reader=reader, no_dist=True)
-        except Exception as error:
-            reason = str(error).strip().splitlines()
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            reason = str(error).strip().splitlines()  # a traceback, where torch has wrapped it
             raise UsageError(
                 f"{path} is no whole checkpoint ({reason[-1] if reason else type(error).__name__}): remove it, and "
                 "the one before is taken"

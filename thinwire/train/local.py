@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import UsageError
-from thinwire.lab import Network, check
+from thinwire.lab import Job, Network, check
 from thinwire.report.show import progress
 from thinwire.train.config import TrainConfig
 from thinwire.train.metrics import read_events
@@ -42,18 +42,24 @@ def _watched(
     if not resume and path.exists():
         path.unlink()
     job = net.start(_train, config, resume, rate, echo=False)
-    total = config.optim.steps or 0
-    with progress(label, max(1, total)) as advance:
+    while not job.watch(WATCH) and not read_events(path):  # how long it will be stands in the first event
+        _check_time(job, timeout)
+    total = next((event["steps"] for event in read_events(path) if event["kind"] == "run"), 1)
+    with progress(label, total) as advance:
         while not job.watch(WATCH):
             events = [e for e in read_events(path) if e["kind"] in ("step", "eval", "note")]
             for event in events[seen:]:
                 advance(describe(event), int(event["kind"] == "step"))
             seen = len(events)
-            if timeout is not None and job.seconds > timeout:
-                job.stop()
-                raise UsageError(f"the run took longer than {timeout:.0f} s and was stopped")
+            _check_time(job, timeout)
     job.results()
     return read_events(path)
+
+
+def _check_time(job: Job, timeout: float | None) -> None:
+    if timeout is not None and job.seconds > timeout:
+        job.stop()
+        raise UsageError(f"the run took longer than {timeout:.0f} s and was stopped")
 
 
 def describe(event: dict[str, Any]) -> str:

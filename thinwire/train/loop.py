@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thinwire.errors import UsageError
 from thinwire.train.batches import Batch, held_out_batches
-from thinwire.train.build import Parts, build
+from thinwire.train.build import Checked, Parts, build, check
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import TrainConfig
 from thinwire.train.metrics import Metrics
@@ -33,13 +33,13 @@ class Trainer:
 
     def __init__(
         self, config: TrainConfig, *, resume: bool = False, local_rank: int = 0, say: Callable[[str], None] = print,
-        rate: float | None = None,
+        rate: float | None = None, checked: Checked | None = None,
     ) -> None:  # fmt: skip
         self.config, self.out, self.rate = config, Path(config.run.out), rate
         self.rank = dist.get_rank()
         self.say = say if self.rank == 0 else (lambda line: None)
         self.metrics: Metrics | None = None
-        self.parts: Parts = build(config, self._note)
+        self.parts: Parts = build(config, checked or check(config), self._note)
         self.checkpoints = Checkpoints(self.out / "checkpoints", config.run.keep, local_rank)
         self.step, self.seconds, self.stopping = 0, 0.0, False
         self.totals = Totals(self.parts.engine, self.parts.update, config.mesh.dp)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from thinwire.train.build import check
 from thinwire.train.config import TrainConfig
 from thinwire.train.loop import Trainer
 
@@ -31,14 +32,14 @@ def train_rank(
     rate: float | None = None,
 ) -> int:
     """Train as this rank of torchrun's (or the lab's) world; 0 at the end, 1 where another rank was lost."""
-    limit = timedelta(seconds=patience)
+    checked, limit = check(config), timedelta(seconds=patience)
     if alone:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     else:
         dist.init_process_group("gloo", timeout=limit)
     signs = Signs()
     try:
-        Trainer(config, resume=resume, local_rank=local_rank, say=_say, rate=rate).fit()
+        Trainer(config, resume=resume, local_rank=local_rank, say=_say, rate=rate, checked=checked).fit()
     except (RuntimeError, ConnectionError) as error:
         lost = signs.lost()
         if not lost:

@@ -1,0 +1,120 @@
+"""`thinwire train` and `thinwire demo` as a user meets them: help, a first configuration, and mistakes in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from thinwire.cli import main
+from thinwire.errors import UsageError
+from thinwire.train.checkpoint import Checkpoints
+from thinwire.train.config import load
+from thinwire.train.metrics import Metrics, read_events
+
+SMALL = """
+[model]
+hidden = 32
+layers = 2
+heads = 2
+[data]
+seq_len = 16
+corpus_bytes = 2000
+[mesh]
+{mesh}
+[optim]
+batch = 8
+steps = 2
+[run]
+out = "{out}"
+{wire}
+"""
+
+
+def write(tmp_path, mesh="", wire=""):
+    path = tmp_path / "run.toml"
+    path.write_text(SMALL.format(mesh=mesh, out=tmp_path / "out", wire=wire))
+    return str(path)
+
+
+def test_init_writes_what_train_reads(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    assert main(["train", "--init", str(path)]) == 0
+    assert load(path).mesh.ranks == 1 and "#" in path.read_text()
+    assert main(["train", "--init", str(path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("mesh", "wire", "words", "said"), [
+    ("dp = 2", "", [], "dp = 2, pp = 1: takes 2 ranks, but 1 was started"),
+    ("pp = 2", "", ["--local", "3"], "takes 2 ranks, but 3 were started"),
+    ("pp = 2\nmicrobatches = 1", "", [], "microbatches = 1"),
+    ("depth = 2", "", [], "depth"),
+    ("", "[wire]\npreset = 'maximum'", [], "maximum"),
+    ("", "", ["--rate", "1mbit"], "--local"),
+    ("", "", ["--wire", "thin"], "thin"),
+])  # fmt: skip
+def test_mistakes_are_one_line(tmp_path, capsys, mesh, wire, words, said):
+    assert main(["train", write(tmp_path, mesh, wire), *words]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and said in lines[0], lines
+
+
+def test_a_missing_file_and_no_file(tmp_path, capsys):
+    assert main(["train", str(tmp_path / "nothing.toml")]) == 2
+    assert main(["train"]) == 2
+    assert main(["demo", "--steps", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "nothing.toml" in said and "--init" in said and "--steps 3" in said
+
+
+def test_one_process_from_start_to_saved_model(tmp_path):
+    """As a user runs it; a second start without --resume is refused, --resume finds nothing left to do."""
+    words = [sys.executable, "-m", "thinwire", "train", write(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kinds = [event["kind"] for event in read_events(tmp_path / "out" / "metrics.jsonl")]
+    assert kinds.count("step") == 2 and kinds[-1] == "end"
+    assert (tmp_path / "out" / "model" / "config.json").exists()
+    again = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 2 and "--resume" in again.stderr and "Traceback" not in again.stderr
+    resumed = subprocess.run([*words, "--resume"], capture_output=True, text=True, timeout=120)
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_checkpoints_are_whole_and_few(tmp_path, alone):
+    kept = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        kept.save(step, {"x": torch.full((4,), float(step)), "step": torch.tensor(step)})
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000003"]
+    (tmp_path / "step-00000004.part").mkdir()  # a save that was killed
+    newest = kept.newest()
+    assert newest is not None and newest.name == "step-00000003" == kept.agreed_newest().name
+    assert torch.equal(kept.read(newest, lambda name: name == "x")["x"], torch.full((4,), 3.0))
+    for file in newest.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:10])
+    with pytest.raises(UsageError, match="no whole checkpoint"):
+        kept.read(newest, lambda name: True)
+
+
+def test_metrics_drop_what_will_be_done_again(tmp_path):
+    first = Metrics(tmp_path)
+    for step in (1, 2, 3):
+        first.write("step", step, loss=1.0 / step)
+    first.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "st')  # killed while writing
+    second = Metrics(tmp_path, resumed_at=2)
+    second.write("step", 3, loss=0.25)
+    second.close()
+    assert [(e["step"], e["loss"]) for e in read_events(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 0.5), (3, 0.25)]

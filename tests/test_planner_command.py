@@ -22,10 +22,10 @@ from thinwire.planner import command, network, sizes
 from thinwire.planner.config import Run, read_run
 from thinwire.planner.model import UNIT_BYTES, Model, units, values
 from thinwire.planner.predict import predict, sweep, worth
-from thinwire.presets import PRESETS
 from thinwire.planner.schedule import generate
 from thinwire.planner.settings import preset, read_wire
 from thinwire.planner.step import Send, Traffic
+from thinwire.presets import PRESETS
 
 SMALL: dict[str, Any] = {
     "model": {"layers": 8, "hidden": 64, "seq": 32, "vocab": 500},

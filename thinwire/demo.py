@@ -1,8 +1,9 @@
 """`thinwire demo`: the main job in a few minutes on one machine, first as torch sends it, then compressed.
 
-Four ranks (two replicas of a pipeline of two stages) train a small Llama-class model on the source of Python's own
-library, over links of --rate that exist on this machine only (`thinwire lab`). The same run is done twice: with nothing
-compressed, and with the preset `max`. The end is a table and a page to look at.
+Four ranks (two replicas of a pipeline of two stages) fine-tune a small Llama-class model on some source of Python's own
+library, over links of --rate that exist on this machine only (`thinwire lab`). The model is pre-trained first, for half
+a minute on other source, without a slow network. The same run is then done twice: with nothing compressed, and with the
+preset `max`. The end is a table and a page to look at.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 
 RUNS = ("off", "max")
 TOML = """\
-# Written by `thinwire demo`; try it yourself: thinwire train {name}.toml --local 4 --rate {rate}
+# Written by `thinwire demo`; try it yourself: thinwire train {name}.toml --local 4 --rate {rate} --out out/mine
 [model]
-hidden = 128
-layers = 4
-heads = 4
+{model}
 [data]
 seq_len = 128
+tokenizer = "bytes"
 corpus_bytes = {corpus}
-held_out = 0.1
+samples = {samples}
+held_out = 0.15
 [mesh]
 dp = 2
 pp = 2
@@ -41,20 +42,22 @@ microbatches = 4
 batch = 16
 steps = {steps}
 warmup = 5
-lr = 3e-3
+lr = {lr}
 [run]
 out = "{out}"
 eval_every = {every}
 checkpoint_every = 0
 [wire]
-preset = "{name}"
+preset = "{wire}"
 """
+NEW = "hidden = 128\nlayers = 4\nheads = 4"
+PRETRAIN = 150  # steps
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument("--rate", default="20mbit", help="of every host's link (default 20mbit)")
-    parser.add_argument("--steps", type=int, default=60, help="of each run (default 60)")
+    parser.add_argument("--rate", default="10mbit", help="of every host's link (default 10mbit)")
+    parser.add_argument("--steps", type=int, default=42, help="of each run (default 42)")
     parser.add_argument("--out", default="out/demo", help="folder of runs and page (default out/demo)")
     parser.add_argument("--json", metavar="PATH", help="write the table there")
 
@@ -68,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
     finding, folder = check()[0], Path(args.out)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    paths = [_write_config(folder, name, args) for name in RUNS]
+    paths = _write_configs(folder, args.rate, args.steps)
     if finding.ok:
-        print(f"Four ranks on links of {show_rate(rate)}, {args.steps} steps each: uncompressed, then compressed.")
+        print(f"Fine-tuning on links of {show_rate(rate)}, {args.steps} steps each: uncompressed, then compressed.")
         _in_the_lab(paths, args.rate)
     else:
         print(f"This machine forbids network namespaces: {finding.detail}. {finding.remedy}")
@@ -88,11 +91,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write_config(folder: Path, name: str, args: argparse.Namespace) -> Path:
-    path = folder / f"{name}.toml"
-    values = {"name": name, "rate": args.rate, "steps": args.steps, "out": folder / name}
-    path.write_text(TOML.format(**values, every=max(1, args.steps // 12), corpus=30_000))
-    return path
+def _write_configs(folder: Path, rate: str, steps: int) -> list[Path]:
+    """pretrain.toml, and one for each run, beside each other."""
+    common = {"rate": rate, "every": max(1, steps // 8)}
+    first = {"name": "pretrain", "wire": "off", "model": NEW, "corpus": 1_000_000, "samples": 0, "steps": PRETRAIN,
+             "lr": 3e-3, **common, "every": PRETRAIN}  # fmt: skip
+    tuned = {"model": 'path = "pretrain/model"', "corpus": 2_000_000, "samples": 226, "steps": steps, "lr": 5e-4}
+    tables = [first, *({"name": name, "wire": name, **tuned, **common} for name in RUNS)]
+    paths = []
+    for values in tables:
+        paths.append(folder / f"{values['name']}.toml")
+        paths[-1].write_text(TOML.format(**values, out=folder / str(values["name"])))
+    return paths
 
 
 def _in_the_lab(paths: list[Path], rate: str) -> None:
@@ -101,11 +111,15 @@ def _in_the_lab(paths: list[Path], rate: str) -> None:
     from thinwire.train.local import PRELOAD, train_local
     from thinwire.train.rank import record
 
-    with Network(hosts=4, rate=rate, preload=PRELOAD) as network:
+    with Network(hosts=4, preload=PRELOAD) as network:
         for path in paths:
             config = load(path)
             record(config, str(path))
-            train_local(config, rate=rate, network=network, label=f"wire {path.stem}")
+            slow = rate if path.stem in RUNS else "unlimited"
+            for host in range(4):
+                network.set_rate(host, slow)
+            label = f"wire {path.stem}" if path.stem in RUNS else "pre-training"
+            train_local(config, rate=slow, network=network, label=label)
 
 
 def _on_loopback(paths: list[Path]) -> None:
@@ -125,7 +139,7 @@ def _on_loopback(paths: list[Path]) -> None:
             done = subprocess.run([*torchrun, "train", str(path)], capture_output=True, text=True, timeout=600)
             if done.returncode != 0:
                 raise UsageError(f"the run of {path} failed:\n{done.stderr[-2000:]}")
-            advance(f"wire {path.stem}", 1)
+            advance(path.stem, 1)
 
 
 def _show_simulated(runs: Sequence[Run], rate: float | None) -> None:

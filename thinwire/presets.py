@@ -43,8 +43,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "gradient": {"collective": "low_rank", "rank": 128, "memory": "error_feedback", "when": "critical"},
         "embedding": {"sync": "fused"},
     },
-    # as thin as training stands, by our own measurements (docs/quality.md, docs/train.md): three bits each way along the
-    # pipeline, four between replicas; sparse gradients cost far more quality at equal bytes
+    # as thin as fine-tuning stands, by our own measurements (docs/quality.md, docs/train.md): three bits each way along
+    # the pipeline, four between replicas; sparse gradients cost far more quality at equal bytes
     "max": {
         "forward": {
             "codec": "quantize",

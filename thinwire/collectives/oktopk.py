@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import thinwire.collectives.thresholds as thresholds
 from thinwire.codecs import TopK
 from thinwire.codecs.entries import Entries
-from thinwire.collectives import thresholds
 from thinwire.collectives.base import Collective, State, all_reduce, gather, world
 from thinwire.collectives.regions import Picked, balanced_gather, put, split_and_reduce
 from thinwire.errors import UsageError

@@ -21,6 +21,7 @@ from thinwire.errors import UsageError
 from thinwire.lab import Network
 from thinwire.presets import PRESETS
 from thinwire.report.show import table, write_json
+from thinwire.train.bench_figure import curve_of, draw
 from thinwire.train.config import TrainConfig, read_config
 from thinwire.train.local import PRELOAD, train_local
 from thinwire.units import show_bytes, show_rate
@@ -78,8 +79,6 @@ def run(args: argparse.Namespace) -> int:
     _show(result["table"])
     write_json(args.json, result)
     if args.figure:
-        from thinwire.train.bench_figure import draw
-
         draw(result, wires, shares, args.figure)
     return 0
 
@@ -158,12 +157,6 @@ def reached(curve: list[tuple[float, float]], loss: float) -> float:
         if l1 <= loss:
             return t1 if l0 <= l1 else t0 + min(1.0, max(0.0, (l0 - loss) / (l0 - l1))) * (t1 - t0)
     return math.inf
-
-
-def curve_of(loss: dict[str, Any], time: dict[str, Any]) -> list[tuple[float, float]]:
-    """Held-out loss against seconds: the first epoch's steps are cold, the others warm."""
-    first = loss["steps_per_epoch"]
-    return [(min(s, first) * time["cold"] + max(0, s - first) * time["warm"], value) for s, value in loss["evals"]]
 
 
 def summary(result: dict[str, Any], wires: list[str], shares: list[float]) -> list[dict[str, Any]]:

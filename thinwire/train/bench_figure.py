@@ -10,8 +10,6 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from thinwire.train.bench import curve_of
-
 
 def draw(result: dict[str, Any], wires: list[str], shares: list[float], path: str) -> None:
     figure, axes = plt.subplots(1, len(shares), figsize=(6 * len(shares), 4.2), squeeze=False, sharey=True)
@@ -19,9 +17,9 @@ def draw(result: dict[str, Any], wires: list[str], shares: list[float], path: st
         times = {t["wire"]: t for t in result["time"] if t["share"] == share}
         for at, wire in enumerate(wires):
             for row in (r for r in result["loss"] if r["wire"] == wire):
-                seconds, losses = zip(*curve_of(row, times[wire]))
+                seconds, losses = zip(*curve_of(row, times[wire])[1:])  # the first is at no time at all
                 label = wire if row["seed"] == 0 else None
-                panel.plot([max(s, 0.1) for s in seconds], losses, color=f"C{at}", alpha=0.8, lw=1.4, label=label)
+                panel.plot(seconds, losses, color=f"C{at}", alpha=0.8, lw=1.4, label=label)
         panel.set_xscale("log")
         panel.set_xlabel("seconds of training (log scale)")
         panel.set_title(f"the wire takes {100 * share:.3g} % of an fp32 step", fontsize=10)
@@ -32,3 +30,9 @@ def draw(result: dict[str, Any], wires: list[str], shares: list[float], path: st
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def curve_of(loss: dict[str, Any], time: dict[str, Any]) -> list[tuple[float, float]]:
+    """Held-out loss against seconds: the first epoch's steps are cold, the others warm."""
+    first = loss["steps_per_epoch"]
+    return [(min(s, first) * time["cold"] + max(0, s - first) * time["warm"], value) for s, value in loss["evals"]]

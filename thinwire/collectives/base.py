@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.groups import new_group
+import thinwire.collectives.groups as groups
 
 State = dict[str, Tensor]
 
@@ -79,7 +79,7 @@ def whole(group: Any) -> Any:
 def subgroup(members: Sequence[int], group: Any) -> Any:
     """A group of some members, by their rank in `group`, while all of `group` make one each."""
     ranks = dist.get_process_group_ranks(group)
-    return new_group([ranks[m] for m in members], group)
+    return groups.new_group([ranks[m] for m in members], group)
 
 
 def gather(x: Tensor, group: Any) -> list[Tensor]:

@@ -423,6 +423,9 @@ def auto() -> list[str]:
         wrong += [] if handle.compressing is not loses else [f"loses={loses}, yet compressing={handle.compressing}"]
         if loses:
             wrong += differ("debts", sent, total, 1e-5)
+            handle.reducer.skipped = True  # as after a trial step with NaN
+            backward(model, steps)
+            wrong += ["an exact step is called skipped"] if handle.skipped else []
     return wrong
 
 
@@ -441,6 +444,22 @@ def mismatch() -> list[str]:
         except UsageError as error:
             if "rank 1" not in str(error) or field not in str(error):
                 wrong.append(f"{field}: {error}")
+    return wrong
+
+
+def nothing_or_empty() -> list[str]:
+    """No parameter is one clear error; an empty one among others is reduced like any."""
+    try:
+        Reducer([("frozen", nn.Parameter(torch.ones(2), requires_grad=False))], Dense())
+        return ["no parameter was accepted"]
+    except UsageError as error:
+        wrong = [] if "nothing to reduce" in str(error) else [str(error)]
+    for wire in (SPARSE, tw.Wire(gradient=LowRank(2)), tw.Wire(gradient=Quantized(4))):
+        empty, full = nn.Parameter(torch.empty(0, 4)), nn.Parameter(torch.zeros(6, 4))
+        reducer = Reducer([("empty", empty), ("full", full)], wire)
+        empty.grad, full.grad = torch.empty(0, 4), torch.full((6, 4), 1.0 + dist.get_rank())
+        wrong += [] if reducer.finish() and tuple(empty.grad.shape) == (0, 4) else ["an empty parameter"]
+        reducer.close()
     return wrong
 
 
@@ -480,7 +499,7 @@ CASES = [
     exact_is_plain_ddp, everything_selected_is_dense, buckets_do_not_matter, order_of_ready_does_not_matter,
     conservation, accumulation, clipping, loss_scale, grad_scaler_and_autocast, unused_parameters, static_graph, frozen,
     unfrozen_and_wrapped_again, several_models_and_groups, exclusions, nonfinite, bracket, warmup, auto, mismatch,
-    changed_shape, functional,
+    nothing_or_empty, changed_shape, functional,
 ]  # fmt: skip
 
 

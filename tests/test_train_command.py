@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -54,6 +57,8 @@ def test_init_writes_what_train_reads(tmp_path, capsys):
     ("pp = 2\nmicrobatches = 1", "", [], "microbatches = 1"),
     ("depth = 2", "", [], "depth"),
     ("", "[wire]\npreset = 'maximum'", [], "maximum"),
+    ("", "[wire]\npreset = 'auto'", [], "auto"),
+    ("", "[wire]\npreset = 'paper-optimus'", [], "stages are not selected"),
     ("", "", ["--rate", "1mbit"], "--local"),
     ("", "", ["--wire", "thin"], "thin"),
 ])  # fmt: skip
@@ -83,6 +88,51 @@ def test_one_process_from_start_to_saved_model(tmp_path):
     assert again.returncode == 2 and "--resume" in again.stderr and "Traceback" not in again.stderr
     resumed = subprocess.run([*words, "--resume"], capture_output=True, text=True, timeout=120)
     assert resumed.returncode == 0, resumed.stderr[-2000:]
+
+
+def test_a_second_run_touches_nothing_of_the_first(tmp_path, capsys):
+    """Refused before its configuration or metrics are overwritten."""
+    out = tmp_path / "out"
+    (out / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (out / "run.toml").write_text("# the first")
+    (out / "metrics.jsonl").write_text('{"kind": "end", "step": 2}\n')
+    for words in ([], ["--local", "1"]):
+        assert main(["train", write(tmp_path), *words]) == 2
+        assert "--resume" in capsys.readouterr().err
+    assert (out / "run.toml").read_text() == "# the first" and read_events(out / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("words", [["demo"], ["bench", "train"]])
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path, capsys, words):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert main([*words, "--out", str(tmp_path)]) == 2
+    assert "another folder" in capsys.readouterr().err and (tmp_path / "thesis.tex").exists()
+
+
+def test_a_lost_rank_is_named(tmp_path):
+    """Two ranks without the lab; one is killed, the other ends by itself with its number."""
+    path = tmp_path / "run.toml"
+    path.write_text(SMALL.format(mesh="dp = 2", out=tmp_path / "out", wire="").replace("steps = 2", "steps = 100000"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        words = [sys.executable, "-m", "thinwire", "train", str(path)]
+        env = {**os.environ, **place, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        ranks.append(subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True))
+    try:
+        until = time.monotonic() + 90
+        while len(read_events(tmp_path / "out" / "metrics.jsonl")) < 4 and time.monotonic() < until:
+            time.sleep(0.2)
+        ranks[1].kill()
+        _, said = ranks[0].communicate(timeout=60)
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+    assert ranks[0].returncode == 1 and "lost rank 1" in said, said[-1500:]
 
 
 @pytest.fixture

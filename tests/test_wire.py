@@ -113,8 +113,9 @@ def test_every_memory_has_a_name(name):
     needed = {"randdiana": {"p": 0.1}, "econtrol": {"eta": 0.5}}
     if name in ("fixedshift", "starshift"):
         pytest.skip("its shift is a tensor, which a file cannot hold")
-    table = SPARSE | {"memory": {"memory": name, **needed.get(name, {})}}
-    assert Wire.of({"gradient": table}).gradient.memory == MEMORIES[name](**needed.get(name, {}))
+    section, base = ("forward", QUANTIZE) if name == "delta" else ("gradient", SPARSE)
+    table = base | {"memory": {"memory": name, **needed.get(name, {})}}
+    assert getattr(Wire.of({section: table}), section).memory == MEMORIES[name](**needed.get(name, {}))
 
 
 # --- mistakes: the section, the key, the value, and what is allowed
@@ -148,6 +149,7 @@ def test_every_memory_has_a_name(name):
         ({"gradient": SPARSE | {"exact_dims": True}}, "[wire.gradient] exact_dims True integer"),
         ({"gradient": SPARSE | {"unit_mb": 0}}, "[wire.gradient] unit_mb 0 positive"),
         ({"gradient": SPARSE | {"when": "epilogue"}}, "[wire.gradient] when 'epilogue' always critical"),
+        ({"gradient": SPARSE | {"memory": "delta"}}, "[wire.gradient] memory Delta samples error_feedback"),
         ({"gradient": SPARSE | {"memory": "auto"}}, "[wire.gradient] memory 'auto' plain errorfeedback"),
         ({"gradient": {"collective": "two_hop", "codec": "quantize"}}, "[wire.gradient] codec 'quantize'"),
         ({"gradient": {"collective": "two_hop", "codec": QUANTIZE | {"bits": 1}}}, "[wire.gradient] bits 2 8 1"),

@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from thinwire.lab import check
 
     finding, folder = check()[0], Path(args.out)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    _clear(folder)
     paths = _write_configs(folder, args.rate, args.steps)
     if finding.ok:
         print(f"Fine-tuning on links of {show_rate(rate)}, {args.steps} steps each: uncompressed, then compressed.")
@@ -89,6 +88,14 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.json, {"rate": rate, "shaped": finding.ok, **document})
     print(f"Look at {folder / 'report.html'}; the runs are in {folder}, with their configuration to change.")
     return 0
+
+
+def _clear(folder: Path) -> None:
+    """An empty folder; only what an earlier demo made is removed."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "pretrain.toml").exists():
+        raise UsageError(f"--out {folder}: holds files that are not a demo's; name another folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def _write_configs(folder: Path, rate: str, steps: int) -> list[Path]:

@@ -80,6 +80,10 @@ class Reduction:
             raise UsageError(f"gradients take a collective, not {self.collective!r}")
         if not isinstance(self.memory, Memory):
             raise UsageError(f"memory must be a memory, not {self.memory!r}")
+        if self.memory.cold_start:
+            raise UsageError(
+                f"memory {self.memory.name}: is for samples; gradients take error_feedback, ef21, diana, …"
+            )
         if self.when not in ("always", "critical"):
             raise UsageError(f"when = {self.when!r}: allowed are always, critical")
         for name, least in (("warmup", 0), ("exact_dims", 0)):

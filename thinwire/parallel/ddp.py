@@ -104,7 +104,8 @@ class CompressedDDP:
             future.set_result(bucket.buffer())
 
     def _all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """As DDP without a hook would."""
+        """As DDP without a hook would, NaN included: nothing is skipped here."""
+        self.reducer.skipped = False
         self.arrived += len(bucket.parameters())
         if self.arrived == len(self.names):
             self.arrived = 0

@@ -46,6 +46,8 @@ class Reducer:
         if nonfinite not in NONFINITE:
             raise UsageError(f"nonfinite = {nonfinite!r}: allowed are {', '.join(NONFINITE)}")
         self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        if not self.parameters:
+            raise UsageError("no parameter requires a gradient: there is nothing to reduce")
         self.reduction = Wire.of(wire).gradient or Reduction(Dense())
         self.nonfinite, self.scale = nonfinite, scale or (lambda: 1.0)
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}

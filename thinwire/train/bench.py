@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
 class Bench:
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.folder, self.args = folder, args
+        if folder.exists() and any(folder.iterdir()) and not (folder / "pretrain").exists():
+            raise UsageError(f"--out {folder}: holds files that are not this bench's; name another folder")
         shutil.rmtree(folder, ignore_errors=True)
 
     def pretrain(self, network: Network) -> Path:

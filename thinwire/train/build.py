@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.errors import UsageError
 from thinwire.parallel.agree import check_agreement
 from thinwire.train.batches import Batches
 from thinwire.train.config import TrainConfig
@@ -61,6 +62,12 @@ class Checked:
 def check(config: TrainConfig) -> Checked:
     """Wire, data, and a model that can be cut as the mesh says; mistakes are UsageErrors."""
     wire = Wire.of(config.wire)
+    if wire.auto:
+        raise UsageError("[wire] auto: only compress_ddp measures and decides; name a preset here")
+    if wire.gradient is not None and wire.gradient.when != "always":
+        raise UsageError(
+            f"[wire.gradient] when = {wire.gradient.when!r}: stages are not selected yet; allowed is always"
+        )
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.path)
     samples = make_samples(config.data, tokenizer)
     Batches(samples, config.optim.batch, config.data.seed, 0, config.mesh.dp)

@@ -23,7 +23,20 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from thinwire.errors import UsageError
 
-PREFIX, UNFINISHED = "step-", ".part"
+CHECKPOINTS, PREFIX, UNFINISHED = "checkpoints", "step-", ".part"
+
+
+def whole(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first."""
+    found = folder.glob(f"{PREFIX}*") if folder.exists() else ()
+    return sorted(p for p in found if p.name.removeprefix(PREFIX).isdigit())
+
+
+def refuse_second_run(out: Path, resume: bool) -> None:
+    found = whole(out / CHECKPOINTS)
+    if found and not resume:
+        step = int(found[-1].name.removeprefix(PREFIX))
+        raise UsageError(f"{out} holds a run already (step {step}): use --resume, or another [run] out")
 
 
 class Checkpoints:
@@ -48,19 +61,19 @@ class Checkpoints:
             if target.exists():
                 shutil.rmtree(target)
             os.replace(part, target)
-            for old in self._whole()[: -self.keep]:
+            for old in whole(self.folder)[: -self.keep]:
                 shutil.rmtree(old)
         self._barrier()
         return target
 
     def newest(self) -> Path | None:
         """The last whole one."""
-        whole = self._whole()
-        return whole[-1] if whole else None
+        found = whole(self.folder)
+        return found[-1] if found else None
 
     def agreed_newest(self) -> Path | None:
         """The newest that all ranks have: machines that share no folder may have been stopped at different moments."""
-        mine = [int(p.name.removeprefix(PREFIX)) for p in self._whole()]
+        mine = [int(p.name.removeprefix(PREFIX)) for p in whole(self.folder)]
         everyone: list[list[int]] = [mine]
         if self.size > 1:
             everyone = [[] for _ in range(self.size)]
@@ -94,10 +107,6 @@ class Checkpoints:
     def _leads(self) -> bool:
         """One rank a folder makes, renames and removes."""
         return self.rank == 0 or (not self.shared and self.local_rank == 0)
-
-    def _whole(self) -> list[Path]:
-        found = self.folder.glob(f"{PREFIX}*") if self.folder.exists() else ()
-        return sorted(p for p in found if p.name.removeprefix(PREFIX).isdigit())
 
     def _barrier(self) -> None:
         if self.size > 1:

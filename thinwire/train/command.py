@@ -70,7 +70,7 @@ def _local(config: TrainConfig, args: argparse.Namespace) -> int:
     from thinwire.train.local import train_local
     from thinwire.train.rank import record
 
-    record(config, args.config)
+    record(config, args.config, args.resume)
     events = train_local(config, rate=args.rate, latency=args.latency, resume=args.resume, timeout=args.timeout)
     last = [event["held_out"] for event in events if event["kind"] == "eval"]
     print(f"done: {config.run.out}" + (f", held-out loss {last[-1]:.4f}" if last else ""))
@@ -95,6 +95,6 @@ def _rank(config: TrainConfig, args: argparse.Namespace) -> int:
     from thinwire.train.rank import record, train_rank
 
     if rank == 0:
-        record(config, args.config)
+        record(config, args.config, args.resume)
     alone, local = "WORLD_SIZE" not in os.environ, int(os.environ.get("LOCAL_RANK", 0))
     return train_rank(config, args.resume, local_rank=local, alone=alone)

@@ -20,7 +20,7 @@ from torch import Tensor
 from thinwire.errors import UsageError
 from thinwire.train.batches import Batch, held_out_batches
 from thinwire.train.build import Checked, Parts, build, check
-from thinwire.train.checkpoint import Checkpoints
+from thinwire.train.checkpoint import CHECKPOINTS, Checkpoints, refuse_second_run
 from thinwire.train.config import TrainConfig
 from thinwire.train.metrics import Metrics
 from thinwire.train.optim import rate
@@ -40,15 +40,12 @@ class Trainer:
         self.say = say if self.rank == 0 else (lambda line: None)
         self.metrics: Metrics | None = None
         self.parts: Parts = build(config, checked or check(config), self._note)
-        self.checkpoints = Checkpoints(self.out / "checkpoints", config.run.keep, local_rank)
+        self.checkpoints = Checkpoints(self.out / CHECKPOINTS, config.run.keep, local_rank)
         self.step, self.seconds, self.stopping = 0, 0.0, False
         self.totals = Totals(self.parts.engine, self.parts.update, config.mesh.dp)
         found = self.checkpoints.agreed_newest()
-        if found is not None and not resume:
-            raise UsageError(
-                f"{self.out} holds a run already (step {int(found.name[5:])}): use --resume, or another [run] out"
-            )
         if found is not None:
+            refuse_second_run(self.out, resume)
             self._load(found)
         if self.rank == 0:
             self.metrics = Metrics(self.out, self.step if found is not None else None)
@@ -146,7 +143,7 @@ class Trainer:
         state |= self.parts.update.state_dict()
         state |= {f"{own}/pipeline/{name}": value for name, value in self.parts.engine.state_dict().items()}
         state |= {f"{own}/rng": torch.get_rng_state(), f"{own}/sent": self.totals.state()}
-        state |= {f"data/{name}": _number(value) for name, value in self.parts.batches.state_dict().items()}
+        state |= {f"data/{name}": torch.tensor(value) for name, value in self.parts.batches.state_dict().items()}
         state["cut"] = self._cut()
         return state | {"step": torch.tensor(self.step), "seconds": torch.tensor(self.seconds, dtype=torch.float64)}
 
@@ -179,7 +176,9 @@ class Trainer:
         if f"{own}rng" in state:
             torch.set_rng_state(state[f"{own}rng"])
             self.totals.load(state[f"{own}sent"])
-        self._go_to({n.removeprefix("data/"): v for n, v in state.items() if n.startswith("data/")}, path)
+        self.parts.batches.load_state_dict(
+            {n.removeprefix("data/"): int(v) for n, v in state.items() if n.startswith("data/")}
+        )
         self.step, self.seconds = int(state["step"]), float(state["seconds"])
         self.say(f"resumed at step {self.step} from {path}")
 
@@ -187,19 +186,6 @@ class Trainer:
         """Which layers lie where: state of boundaries means something only under the same cut."""
         layers = self.parts.blueprint.layers
         return torch.tensor([self.config.mesh.pp, *(run.stop for run in layers), *self.config.mesh.plan().rank_of])
-
-    def _go_to(self, position: dict[str, Tensor], path: Path) -> None:
-        """The data's position; data, batch or seed of another run would make it mean something else."""
-        batches = self.parts.batches
-        for name, mine in batches.state_dict().items():
-            if name not in ("epoch", "index") and not torch.equal(position[name], _number(mine)):
-                raise UsageError(f"{path} was written with another {name}: this run has {mine!r}")
-        batches.epoch, batches.index = int(position["epoch"]), int(position["index"])
-
-
-def _number(value: int | str) -> Tensor:
-    """An integer, or a digest in hexadecimal, as a checkpoint stores it."""
-    return torch.tensor(value if isinstance(value, int) else int(value, 16) >> 1)
 
 
 def _parts(batch: Batch, passes: int) -> list[Batch]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.train.build import check
+from thinwire.train.checkpoint import refuse_second_run
 from thinwire.train.config import TrainConfig
 from thinwire.train.loop import Trainer
 
@@ -88,10 +89,12 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def record(config: TrainConfig, given: str | None) -> None:
-    """The configuration beside the results: as it was given, and as it was understood."""
+def record(config: TrainConfig, given: str, resume: bool = False) -> None:
+    """The configuration beside the results: as it was given, and as it was understood. A folder that holds another
+    run is refused before anything in it is changed."""
     out = Path(config.run.out)
+    refuse_second_run(out, resume)
     out.mkdir(parents=True, exist_ok=True)
-    if given is not None:
+    if Path(given).resolve() != (out / "run.toml").resolve():
         shutil.copyfile(given, out / "run.toml")
     (out / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")

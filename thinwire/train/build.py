@@ -77,11 +77,11 @@ def check(config: TrainConfig) -> Checked:
 
 def build(config: TrainConfig, checked: Checked, say: Callable[[str], None]) -> Parts:
     wire, samples, blueprint = checked.wire, checked.samples, checked.blueprint
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh, config.run.device)
     check_agreement("thinwire train", {"the configuration": repr(config), "the data": samples.digest}, None)
     batches = Batches(samples, config.optim.batch, config.data.seed, mesh.replica, config.mesh.dp)
     mine = [stage for stage, rank in enumerate(config.mesh.plan().rank_of) if rank == mesh.position]
-    stages = build_stages(blueprint, mine, config.run.seed, recompute=config.run.recompute)
+    stages = build_stages(blueprint, mine, config.run.seed, config.run.device, config.run.recompute)
     named = named_parameters(stages)
     engine: Alone | Piped = (
         Alone(config, stages[0]) if config.mesh.pp == 1 else Piped(config, wire, mesh, stages, len(samples.train), say)

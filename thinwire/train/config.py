@@ -151,6 +151,7 @@ class RunConfig:
     """Where results go and how often."""
 
     seed: int = key(0, whole(0), "of the weights and of dropout")
+    device: str = key("cpu", one_of("cpu", "cuda"), "cpu (Gloo), or cuda: a card a rank of a machine (NCCL)")
     out: str = key("out/train", text(), "folder of the run, from where you stand")
     checkpoint_every: int = key(100, whole(0), "steps; 0: at the end only")
     keep: int = key(2, whole(1), "checkpoints")

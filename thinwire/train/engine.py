@@ -44,12 +44,12 @@ class Alone:
 
     def __init__(self, config: TrainConfig, stage: Stage) -> None:
         self.stage, self.microbatches = _casting(stage, config), config.mesh.microbatches
-        self.loss = Loss(config.mesh.dp)
+        self.loss, self.device = Loss(config.mesh.dp), next(stage.parameters()).device
 
     def run(self, batch: Batch, train: bool, upcoming: Tensor | None = None) -> Tensor | None:
         """This replica's loss; gradients are added to .grad when training."""
-        self.loss.labelled = batch.labelled
-        total = torch.zeros(())
+        self.loss.labelled, batch = batch.labelled, _on(self.device, batch)
+        total = torch.zeros((), device=self.device)
         with torch.set_grad_enabled(train):
             for tokens, labels in zip(batch.inputs.chunk(self.microbatches), batch.labels.chunk(self.microbatches)):
                 loss = self.loss(self.stage(tokens), labels)
@@ -75,10 +75,10 @@ class Piped:
         self.rank_of, self.group, self.microbatches = config.mesh.plan().rank_of, mesh.pp, config.mesh.microbatches
         some = next(iter(stages.values()))
         self.width, self.dtype = some.config.hidden_size, next(some.parameters()).dtype
-        count, device = len(self.rank_of), next(some.parameters()).device
+        count, self.device = len(self.rank_of), next(some.parameters()).device
         self.parts = [
             CompressedStage(
-                _casting(stage, config), index, count, device, group=mesh.pp, wire=wire, seed=config.run.seed,
+                _casting(stage, config), index, count, self.device, group=mesh.pp, wire=wire, seed=config.run.seed,
                 dropout="seed",
             )
             for index, stage in sorted(stages.items())
@@ -92,7 +92,7 @@ class Piped:
 
     def run(self, batch: Batch, train: bool, upcoming: Tensor | None = None) -> Tensor | None:
         """This replica's loss on the rank of the last stage, None elsewhere. `upcoming`: the next pass's ids."""
-        self.loss.labelled = batch.labelled
+        self.loss.labelled, batch = batch.labelled, _on(self.device, batch)
         if not train:
             return self._evaluate(batch)
         losses: list[Tensor] = []
@@ -107,7 +107,7 @@ class Piped:
     @torch.no_grad()
     def _evaluate(self, batch: Batch) -> Tensor | None:
         """Forward only, uncompressed, micro-batch by micro-batch: torch's V schedules cannot leave backward out."""
-        total, mine = torch.zeros(()), {part.stage_index: part for part in self.parts}
+        total, mine = torch.zeros((), device=self.device), {part.stage_index: part for part in self.parts}
         sends: list[dist.Work] = []
         for tokens, labels in zip(batch.inputs.chunk(self.microbatches), batch.labels.chunk(self.microbatches)):
             x = tokens
@@ -115,7 +115,7 @@ class Piped:
                 if stage not in mine:
                     continue
                 if stage > 0 and self.rank_of[stage - 1] != rank:
-                    x = torch.empty(*tokens.shape, self.width, dtype=self.dtype)
+                    x = torch.empty(*tokens.shape, self.width, dtype=self.dtype, device=self.device)
                     dist.recv(x, group=self.group, group_src=self.rank_of[stage - 1])
                 x = mine[stage].submod(x)
                 if stage == len(self.rank_of) - 1:
@@ -135,10 +135,15 @@ class Piped:
         self.pipeline.load_state_dict(state)
 
 
-def autocast(config: TrainConfig, device: str = "cpu") -> Callable[[], AbstractContextManager[Any]]:
+def autocast(config: TrainConfig) -> Callable[[], AbstractContextManager[Any]]:
     if config.run.autocast == "off":
         return nullcontext
-    return lambda: torch.autocast(device, dtype=torch.bfloat16)
+    return lambda: torch.autocast(config.run.device, dtype=torch.bfloat16)
+
+
+def _on(device: torch.device, batch: Batch) -> Batch:
+    """The batch on the stages' device; its ids are the host's business."""
+    return batch._replace(inputs=batch.inputs.to(device), labels=batch.labels.to(device))
 
 
 class _Casting(nn.Module):

@@ -143,6 +143,8 @@ class Trainer:
         state |= self.parts.update.state_dict()
         state |= {f"{own}/pipeline/{name}": value for name, value in self.parts.engine.state_dict().items()}
         state |= {f"{own}/rng": torch.get_rng_state(), f"{own}/sent": self.totals.state()}
+        if self.config.run.device == "cuda":
+            state[f"{own}/rng on card"] = torch.cuda.get_rng_state()
         state |= {f"data/{name}": torch.tensor(value) for name, value in self.parts.batches.state_dict().items()}
         state["cut"] = self._cut()
         return state | {"step": torch.tensor(self.step), "seconds": torch.tensor(self.seconds, dtype=torch.float64)}
@@ -159,7 +161,7 @@ class Trainer:
             )
             return known or update.wants(name)
 
-        state = self.checkpoints.read(path, wanted)
+        state = self._placed(self.checkpoints.read(path, wanted))
         missing = [name for name in named if f"model/{name}" not in state]
         if missing:
             raise UsageError(f"{path} has no {missing[0]}: it is a checkpoint of another model")
@@ -176,11 +178,19 @@ class Trainer:
         if f"{own}rng" in state:
             torch.set_rng_state(state[f"{own}rng"])
             self.totals.load(state[f"{own}sent"])
+        if f"{own}rng on card" in state and self.config.run.device == "cuda":
+            torch.cuda.set_rng_state(state[f"{own}rng on card"])
         self.parts.batches.load_state_dict(
             {n.removeprefix("data/"): int(v) for n, v in state.items() if n.startswith("data/")}
         )
         self.step, self.seconds = int(state["step"]), float(state["seconds"])
         self.say(f"resumed at step {self.step} from {path}")
+
+    def _placed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What was saved, where the run is: tensors on its device, numbers and generators on the host."""
+        device = self.config.run.device
+        stays = (f"rank-{self.rank}/rng", f"rank-{self.rank}/sent", "data/", "cut")
+        return {n: v.to(device) if v.dim() and not n.startswith(stays) else v for n, v in state.items()}
 
     def _cut(self) -> Tensor:
         """Which layers lie where: state of boundaries means something only under the same cut."""

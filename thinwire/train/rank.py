@@ -13,13 +13,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from thinwire.errors import UsageError
 from thinwire.train.build import check
 from thinwire.train.checkpoint import refuse_second_run
 from thinwire.train.config import TrainConfig
 from thinwire.train.loop import Trainer
 
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on a card, what is small and on the host still takes Gloo
 BEAT, SILENCE = 1.0, 5.0  # seconds between signs of life, and without one after which a rank counts as lost
 
 
@@ -33,11 +36,13 @@ def train_rank(
     rate: float | None = None,
 ) -> int:
     """Train as this rank of torchrun's (or the lab's) world; 0 at the end, 1 where another rank was lost."""
-    checked, limit = check(config), timedelta(seconds=patience)
+    checked, limit, backend = check(config), timedelta(seconds=patience), BACKENDS[config.run.device]
+    if config.run.device == "cuda":
+        take_card(local_rank)
     if alone:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     else:
-        dist.init_process_group("gloo", timeout=limit)
+        dist.init_process_group(backend, timeout=limit)
     signs = Signs()
     try:
         Trainer(config, resume=resume, local_rank=local_rank, say=_say, rate=rate, checked=checked).fit()
@@ -51,6 +56,13 @@ def train_rank(
         signs.close()
     dist.destroy_process_group()
     return 0
+
+
+def take_card(local_rank: int) -> None:
+    """This rank's card from now on; with fewer cards than ranks they are shared (NCCL then wants NCCL_HOSTID set)."""
+    if not torch.cuda.is_available():
+        raise UsageError('[run] device = "cuda": torch sees no CUDA device here; allowed is cpu')
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 class Signs:

@@ -238,7 +238,7 @@ def _backward(at: Context, model: nn.Module, step: int, poison: bool = False) ->
     x = values((16, 48), 50 * step + at.rank).to(at.device)
     loss = (model(x) - x[:, :24].tanh()).square().mean() * (torch.nan if poison else 1.0)
     loss.backward()
-    return float(loss)
+    return float(loss.detach())
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
@@ -325,7 +325,7 @@ class Piped:
                 self.schedule.step(*given, **target)
         if update and not (self.pipe is not None and self.pipe.skipped):
             self.optimiser.step()
-        return sum(float(loss) for loss in losses)
+        return sum(float(loss.detach()) for loss in losses)
 
     def gradients(self) -> list[Tensor]:
         return [p.grad.clone() for s in self.stages for p in s.submod.parameters() if p.grad is not None]
@@ -418,7 +418,8 @@ def trainer(tell: Callable[[Any], None], device: str, folder: str) -> None:
     gpu_ranks.use_reference_without_numba()
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     small = {
-        "model": {"hidden": 64, "layers": 4, "heads": 4}, "data": {"seq_len": 64, "corpus_bytes": 40_000, "held_out": 0.1},
+        "model": {"hidden": 64, "layers": 4, "heads": 4},
+        "data": {"seq_len": 64, "corpus_bytes": 40_000, "held_out": 0.1},
         "optim": {"batch": 8, "steps": 12, "warmup": 2, "lr": 3e-3},
     }  # fmt: skip
 

@@ -202,6 +202,13 @@ def test_checksum(n, seed, offset):
         assert checksum.checksum(data[:-1]) != value
 
 
+@given(st.integers(0, 5), st.integers(0, 70_000), st.integers(0, 99))
+def test_checksums_of_rows(rows, n, seed):
+    data = torch.randint(0, 256, (rows, n), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    each = [int(checksum.checksum(row, "reference")) for row in data]
+    assert checksum.checksums(data).tolist() == each == checksum.checksums(data, "reference").tolist()
+
+
 def test_checksum_finds_every_flipped_bit():
     data = torch.randint(0, 256, (67,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     good = int(checksum.checksum(data))

@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.codecs import frame as framing
 from thinwire.codecs.base import Codec, describe_nonfinite, raw_bytes
 from thinwire.errors import UsageError
-from thinwire.kernels.checksum import checksum
+from thinwire.kernels.checksum import checksums
 from thinwire.kernels.random import derive
 from thinwire.memory.ledger import Ledger, key_name, parse_key
 from thinwire.memory.rows import Rows
@@ -119,9 +119,19 @@ class Channel:
         return self.visits.is_warm(key, tuple(shape))
 
     def digest(self, key: Key) -> int:
-        """Checksum of the key's mirror, for the two ends to compare; −1 where there is none."""
-        h = self.ledger.read("h", key)
-        return -1 if h is None else int(checksum(raw_bytes(h)))
+        return int(self.digests([key])[0])
+
+    def digests(self, keys: Sequence[Key]) -> Tensor:
+        """int64[keys]: checksums of the keys' mirrors, for the two ends to compare; −1 where there is none."""
+        out = torch.full((len(keys),), -1, dtype=torch.int64)
+        alike: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}
+        for i, key in enumerate(keys):
+            h = self.ledger.read("h", key)
+            if h is not None:
+                alike.setdefault((h.dtype, h.shape, h.device), []).append((i, raw_bytes(h)))
+        for rows in alike.values():
+            out[[i for i, _ in rows]] = checksums(torch.stack([row for _, row in rows])).cpu()
+        return out
 
     def forget(self, key: Key) -> None:
         """Drop all state of a key: its next message is cold. Both ends must do so."""

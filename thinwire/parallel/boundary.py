@@ -174,12 +174,12 @@ class Lane:
 
     def digests(self, ids: Sequence[int]) -> Tensor:
         """int64[samples]: a digest of the mirrors of all tensors, −1 where one is missing."""
-        out = []
-        for key in ids:
-            parts = [channel.digest(key) for channel in self.coded.values()]
-            whole = bool(parts) and min(parts) >= 0
-            out.append(sum((i + 1) * part for i, part in enumerate(parts)) % 2**62 if whole else -1)
-        return torch.tensor(out, dtype=torch.int64)
+        parts = [channel.digests(ids) for channel in self.coded.values()]
+        if not parts:
+            return torch.full((len(ids),), -1, dtype=torch.int64)
+        both = torch.stack(parts)  # below 2³² each, so that the weighted sum stays far below 2⁶³
+        weights = torch.arange(1, len(parts) + 1)[:, None]
+        return torch.where((both >= 0).all(dim=0), (both * weights).sum(dim=0), -1)
 
     def remembers(self) -> int:
         """How many samples' mirrors this end holds."""

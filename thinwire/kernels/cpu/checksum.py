@@ -7,26 +7,41 @@ import torch
 from numba import prange
 
 from thinwire.kernels.checksum import PRIME, SEED, weight
-from thinwire.kernels.cpu.compile import parallel
+from thinwire.kernels.cpu.compile import inline, parallel
 from thinwire.kernels.cpu.scalar import hash32, high_key
 from thinwire.kernels.random import split
 
 RUN = 1 << 14  # words a loop iteration handles
 
 
+@inline
+def _run_sum(words, run, k0, k1):
+    """Of the words from run·RUN on, at most RUN of them."""
+    part = words[run * RUN : (run + 1) * RUN]
+    key, first = high_key(run * RUN, k0), np.uint32(run * RUN)
+    low, high = np.uint64(0), np.uint64(0)
+    for i in range(part.size):
+        h = np.uint64(hash32(np.uint32(first + np.uint32(i)), key, k1))
+        weight = np.uint64(1) + (h - np.uint64(PRIME - 1) if h >= np.uint64(PRIME - 1) else h)
+        product = np.uint64(part[i]) * weight
+        low += product & np.uint64(0xFFFFFFFF)
+        high += product >> np.uint64(32)
+    return ((high % np.uint64(PRIME)) * np.uint64(5) + low) % np.uint64(PRIME)  # 2³² ≡ 5
+
+
 @parallel
 def _sums(words, sums, k0, k1):
     for run in prange(sums.size):
-        part = words[run * RUN : (run + 1) * RUN]
-        key, first = high_key(run * RUN, k0), np.uint32(run * RUN)
-        low, high = np.uint64(0), np.uint64(0)
-        for i in range(part.size):
-            h = np.uint64(hash32(np.uint32(first + np.uint32(i)), key, k1))
-            weight = np.uint64(1) + (h - np.uint64(PRIME - 1) if h >= np.uint64(PRIME - 1) else h)
-            product = np.uint64(part[i]) * weight
-            low += product & np.uint64(0xFFFFFFFF)
-            high += product >> np.uint64(32)
-        sums[run] = ((high % np.uint64(PRIME)) * np.uint64(5) + low) % np.uint64(PRIME)  # 2³² ≡ 5
+        sums[run] = _run_sum(words, run, k0, k1)
+
+
+@parallel
+def _row_sums(words, sums, k0, k1):
+    for row in prange(sums.size):
+        total = np.uint64(0)
+        for run in range((words.shape[1] + RUN - 1) // RUN):
+            total += _run_sum(words[row], run, k0, k1)
+        sums[row] = total % np.uint64(PRIME)
 
 
 def weighted_sum(data):
@@ -37,3 +52,12 @@ def weighted_sum(data):
     _sums(words, sums, *split(SEED))
     last = int.from_bytes(raw[whole.size :].tobytes(), "little")
     return torch.tensor((int(sums.sum(dtype=np.uint64)) + last * weight(words.size)) % PRIME)
+
+
+def row_sums(rows):
+    """uint8[r, 4·words] → int64[r], the weighted sum of every row."""
+    raw = rows.contiguous().numpy()
+    words = raw.view(np.uint32) if raw.ctypes.data % 4 == 0 else raw.copy().view(np.uint32)
+    sums = np.zeros(len(words), np.uint64)
+    _row_sums(words, sums, *split(SEED))
+    return torch.from_numpy(sums.view(np.int64))

@@ -116,17 +116,20 @@ class Piped:
                     continue
                 if stage > 0 and self.rank_of[stage - 1] != rank:
                     x = torch.empty(*tokens.shape, self.width, dtype=self.dtype, device=self.device)
-                    dist.recv(x, group=self.group, group_src=self.rank_of[stage - 1])
+                    for work in self._exchange(dist.irecv, x, self.rank_of[stage - 1]):
+                        work.wait()
                 x = mine[stage].submod(x)
                 if stage == len(self.rank_of) - 1:
                     total += self.loss(x, labels)
                 elif self.rank_of[stage + 1] != rank:
-                    sends += dist.batch_isend_irecv(
-                        [dist.P2POp(dist.isend, x, group=self.group, group_peer=self.rank_of[stage + 1])]
-                    )
+                    sends += self._exchange(dist.isend, x, self.rank_of[stage + 1])
         for work in sends:
             work.wait()
         return total if self.last else None
+
+    def _exchange(self, operation: Any, x: Tensor, peer: int) -> list[dist.Work]:
+        """Batched at both ends, be it of one: NCCL makes communicators of two for operations that are not."""
+        return dist.batch_isend_irecv([dist.P2POp(operation, x, group=self.group, group_peer=peer)])
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.pipeline.state_dict()

@@ -14,6 +14,7 @@ from thinwire.parallel.bench_pipeline_modes import MODES
 from thinwire.units import show_rate
 
 EPOCHS = (1, 2, 3, 5, 10)
+STATELESS = "rotated 4/4"  # what a break-even is counted against
 COLOURS = (
     "#000000", "#999999", "#CC79A7", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#F0E442", "#7B3294",
 )  # fmt: skip
@@ -51,6 +52,21 @@ def seconds(result: dict[str, Any], name: str, rate: float, epochs: int) -> floa
     return steps * (row["cold"] + (epochs - 1) * row["warm"])
 
 
+def overtakes(result: dict[str, Any], name: str, rate: float) -> str:
+    """After how many epochs a mode with memory has made up for its cold epoch, against the best without."""
+    rows = {row["mode"]: row for row in result["time"] if row["rate"] == rate}
+    rival = rows.get(STATELESS)
+    if name not in rows or not MODES[name].per_sample or rival is None:
+        return ""
+    mine = rows[name]
+    if mine["cold"] <= rival["warm"]:
+        return f" (ahead of {STATELESS} at once)"
+    if mine["warm"] >= rival["warm"]:
+        return f" (never overtakes {STATELESS})"
+    epochs = (mine["cold"] - mine["warm"]) / (rival["warm"] - mine["warm"])
+    return f" (overtakes {STATELESS} after {epochs:.1f})"
+
+
 def _loss_against_time(axes: Axes, result: dict[str, Any], names: list[str], colour: Any, rate: float) -> None:
     for name in names:
         runs = [row["losses"] for row in result["loss"] if row["mode"] == name]
@@ -78,7 +94,7 @@ def _speed_up(axes: Axes, result: dict[str, Any], names: list[str], colour: Any,
             if mine and base:
                 points.append((epochs, base / mine))
         if points:
-            axes.plot(*zip(*points), marker="o", color=colour[name], label=name)
+            axes.plot(*zip(*points), marker="o", color=colour[name], label=name + overtakes(result, name, rate))
     axes.axhline(1.0, color="#888888", linewidth=1)
     axes.set(
         xlabel="epochs, the first one cold", ylabel="speed-up over fp32", title=f"whole run at {show_rate(rate)}",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs import Cast, Quantize, Rotated
+from thinwire.codecs import Cast, LowRank, Quantize, Rotated
 from thinwire.codecs.base import Codec
 from thinwire.codecs.frame import BYTES, bitmap_bytes
 from thinwire.memory import Delta, ErrorFeedback, Memory
@@ -21,6 +21,11 @@ class Mode:
     bits: tuple[float, float]
     schedule: str = ""  # "": the one asked for
     ablation: bool = False
+
+    @property
+    def per_sample(self) -> bool:
+        memory = self.wire and self.wire.forward and self.wire.forward.memory
+        return isinstance(memory, Memory) and memory.cold_start
 
 
 def _aq(bits: int, cold: Codec | None, gate: bool = True) -> Link:
@@ -50,10 +55,18 @@ MODES: dict[str, Mode] = {
     "no gate": Mode(Wire(forward=_aq(3, Quantize(8), gate=False), backward=BEST.backward), (3, 3), ablation=True),
     "cold rotated 4": Mode(Wire(forward=_aq(3, Rotated(Quantize(4))), backward=BEST.backward), (3, 3), ablation=True),
     "cold full": Mode(Wire(forward=_aq(3, None), backward=BEST.backward), (3, 3), ablation=True),
+    "backward 4 bits": Mode(Wire(forward=BEST.forward, backward=Link(Quantize(4))), (3, 4), ablation=True),
+    "least squares": Mode(
+        Wire(forward=BEST.forward, backward=Link(Quantize(3, scale="mse"))), (3, 3), ablation=True
+    ),
     "lazy error": Mode(
         Wire(forward=BEST.forward, backward=Link(Quantize(3), ErrorFeedback())), (3, 3), ablation=True
     ),
     "lazy by share": Mode(Wire(forward=BEST.forward, backward=Link(Quantize(3), "auto")), (3, 3), ablation=True),
+    "low rank 16": Mode(Wire(forward=BEST.forward, backward=Link(LowRank(16))), (3, 6), ablation=True),
+    "low rank 16, lazy": Mode(
+        Wire(forward=BEST.forward, backward=Link(LowRank(16), ErrorFeedback())), (3, 6), ablation=True
+    ),
     "epilogue": Mode(
         Wire(forward=BEST.forward, backward=Link(Quantize(3), when="epilogue")), (3, 3), ablation=True
     ),

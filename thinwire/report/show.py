@@ -77,3 +77,13 @@ def write_json(path: str | Path | None, result: Any) -> None:
         target.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror}") from None
+
+
+def read_json(path: str | Path) -> Any:
+    """What `write_json` wrote; a file that is not there or not JSON is one line."""
+    try:
+        return json.loads(Path(path).read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: not JSON: {error}") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -46,20 +48,29 @@ def gradient(kind: str, shape: tuple[int, ...], rank: int, size: int, step: int)
 
 
 def invariants(shapes: list[tuple[int, ...]]) -> list[str]:
-    """Σ own = P·mean and bitwise equal means, for every collective, kind and shape; returns what is wrong."""
+    """Σ own = P·mean and bitwise equal means, for every collective, kind and shape, and receives posted before sends;
+    returns what is wrong."""
     dist.init_process_group("gloo")
     size, rank = dist.get_world_size(), dist.get_rank()
-    wrong = []
-    for name, collective in COLLECTIVES.items():
-        for shape in shapes:
-            runs = []
-            for kind in KINDS:
-                state: dict[str, Tensor] = {}
-                for step in range(2):
-                    u = gradient(kind, shape, rank, size, step)
-                    mean, own = collective.exchange(u, state=state, step=step, seed=step)
-                    runs.append((f"{name}, {kind} {shape}, step {step}", u, mean, own))
-            wrong += _wrong(runs, size)
+    wrong, posted = [], dist.batch_isend_irecv
+
+    def post(operations: list[dist.P2POp]) -> list[dist.Work]:
+        sends = [operation.op is dist.isend for operation in operations]
+        if sends != sorted(sends):
+            wrong.append("a receive was posted behind a send")
+        return posted(operations)
+
+    with mock.patch.object(dist, "batch_isend_irecv", post):
+        for name, collective in COLLECTIVES.items():
+            for shape in shapes:
+                runs = []
+                for kind in KINDS:
+                    state: dict[str, Tensor] = {}
+                    for step in range(2):
+                        u = gradient(kind, shape, rank, size, step)
+                        mean, own = collective.exchange(u, state=state, step=step, seed=step)
+                        runs.append((f"{name}, {kind} {shape}, step {step}", u, mean, own))
+                wrong += _wrong(runs, size)
     dist.destroy_process_group()
     return wrong
 

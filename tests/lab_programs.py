@@ -51,6 +51,12 @@ def reach() -> dict[str, str]:
     return found
 
 
+def congestion_control() -> str:
+    """What a new connection's TCP goes by."""
+    with socket.socket() as one:
+        return one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
+
+
 def connect_to(port: int) -> str:
     """Whether a port of the machine's own loopback can be reached from inside."""
     try:

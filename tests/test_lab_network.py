@@ -118,6 +118,10 @@ def test_a_rank_cannot_reshape_its_link(net: Network) -> None:
     assert failed.value.status == 7
 
 
+def test_hosts_go_by_the_same_tcp_on_every_machine(net: Network) -> None:
+    assert set(net.run(lab_programs.congestion_control)) <= {"cubic", "reno"}
+
+
 def test_latency_is_one_way_and_the_rate_holds() -> None:
     with Network(hosts=2, rate="100mbit", latency="20ms", preload=()) as network:
         assert network.delay in ("netem", "user space")

@@ -98,20 +98,25 @@ def arriving(outgoing: list[Tensor], sizes: list[int], group: Any) -> Iterator[t
     Step s sends to (r + s) mod P and receives from (r − s) mod P, so that no member is everybody's target at once
     (Ok-Topk's destination rotation). All steps are posted at once, in buckets; a bucket is handed over when it is
     there, while later ones are in flight, always in the same order. Nothing is sent where there is nothing to send.
+
+    A bucket's receives are posted before its sends. Gloo sends nothing until the other end has said that it expects it,
+    and that word takes the connection which the other direction's data takes: behind it, two members that are a few
+    milliseconds apart would send one after the other instead of both at once.
     """
     size, rank = world(group)
     group = unmetered(group, sum(x.nbytes for x in outgoing) - outgoing[rank].nbytes)
     incoming = [torch.empty(n, dtype=torch.uint8, device=outgoing[rank].device) for n in sizes]
     posted = []
     for first in range(1, size, BUCKET):
-        operations, sources = [], []
+        receives, sends, sources = [], [], []
         for s in range(first, min(first + BUCKET, size)):
             to, source = (rank + s) % size, (rank - s) % size
             if outgoing[to].numel():
-                operations.append(dist.P2POp(dist.isend, outgoing[to].contiguous(), group=group, group_peer=to))
+                sends.append(dist.P2POp(dist.isend, outgoing[to].contiguous(), group=group, group_peer=to))
             if sizes[source]:
-                operations.append(dist.P2POp(dist.irecv, incoming[source], group=group, group_peer=source))
+                receives.append(dist.P2POp(dist.irecv, incoming[source], group=group, group_peer=source))
             sources.append(source)
+        operations = receives + sends
         posted.append((sources, dist.batch_isend_irecv(operations) if operations else []))
     yield rank, outgoing[rank]
     for sources, works in posted:

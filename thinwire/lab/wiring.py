@@ -19,6 +19,7 @@ from thinwire.lab.shaping import bundle_packets, shape
 from thinwire.lab.topology import Host, Link, Topology
 
 DEVICE = "eth0"  # every host's only way out
+CONGESTION = ("reno", "cubic")  # what hosts' TCP goes by: the last that may be set; reno always may
 _CORE = "core"
 
 
@@ -84,6 +85,7 @@ class Wiring:
         namespace = _new_network()
         inside = Netlink()
         inside.set_up(index_of("lo"))
+        self._choose_congestion_control()
         self._give_up_after(self._patience)
         enter(self._core_namespace)
         above = f"host{number}"
@@ -97,6 +99,19 @@ class Wiring:
         self._connect(host.name, cable, switch)
         inside.add_neighbours(device, ((h.address, h.mac) for h in self.topology.hosts if h is not host))
 
+    def _choose_congestion_control(self) -> None:
+        """In the host just entered, TCP goes by the same rule on every machine that runs a lab.
+
+        A machine may be set to BBR, under which two hosts that send to each other over a slow link at once get half
+        of it and less, at random (docs/log.md): what is measured would be the machine's setting.
+        """
+        setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+        for name in CONGESTION:
+            with suppress(OSError):
+                setting.write_text(name)
+        if setting.read_text().strip() not in CONGESTION:
+            self._note("TCP's congestion control cannot be set: it is the machine's own")
+
     def _give_up_after(self, seconds: float) -> None:
         """In the host just entered, TCP reports a dead link after about `seconds` of unanswered retries.
 
@@ -106,8 +121,11 @@ class Wiring:
         try:
             Path("/proc/sys/net/ipv4/tcp_retries2").write_text(str(retries))
         except OSError as error:
-            note = f"tcp_retries2 cannot be set ({error.strerror}): a dead link shows after some 15 minutes"
-            self.notes = [note]
+            self._note(f"tcp_retries2 cannot be set ({error.strerror}): a dead link shows after some 15 minutes")
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def _connect(self, name: str, cable: _Cable, switch: str) -> None:
         """Plug a cable's upper end into a switch, through a delay where the kernel has none, and shape it."""

@@ -52,7 +52,7 @@ def test_init_writes_what_train_reads(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("mesh", "wire", "words", "said"), [
-    ("dp = 2", "", [], "dp = 2, pp = 1: takes 2 ranks, but 1 was started"),
+    ("dp = 2", "", [], "dp = 2, pp = 1, tp = 1: takes 2 ranks, but 1 was started"),
     ("pp = 2", "", ["--local", "3"], "takes 2 ranks, but 3 were started"),
     ("pp = 2\nmicrobatches = 1", "", [], "microbatches = 1"),
     ("depth = 2", "", [], "depth"),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from thinwire.train.config import TrainConfig, read_config
 from thinwire.train.loop import Trainer
 from thinwire.train.rank import train_rank
+from thinwire.train.tensor import saved_name
 
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"hidden": 32, "layers": 4, "heads": 4},
@@ -39,13 +40,15 @@ def settings(out: str | Path, wire: dict[str, Any] | None = None, **changed: dic
 
 
 def digests(config: TrainConfig, resume: bool = False) -> dict[str, float]:
-    """Train; every parameter of this rank as a sum that any changed bit would change."""
+    """Train; every parameter (or slice of one) of this rank as a sum that any changed bit would change."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     trainer = Trainer(config, resume=resume, say=lambda line: None)
     trainer.fit()
     return {
-        name: float((p.detach().double().flatten() * torch.arange(1, p.numel() + 1).double().sqrt()).sum())
+        saved_name(name, p, p, trainer.parts.mesh.slice): float(
+            (p.detach().double().flatten() * torch.arange(1, p.numel() + 1).double().sqrt()).sum()
+        )
         for name, p in trainer.parts.named.items()
     }
 

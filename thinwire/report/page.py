@@ -143,7 +143,8 @@ def _about(runs: Sequence[Run]) -> str:
     about, words = runs[0].about, []
     mesh = about.get("mesh")
     if isinstance(mesh, Mapping):
-        words.append(f"dp {mesh.get('dp')} × pp {mesh.get('pp')}, {mesh.get('schedule')}")
+        cut = f" × tp {mesh['tp']}" if mesh.get("tp", 1) > 1 else ""
+        words.append(f"dp {mesh.get('dp')} × pp {mesh.get('pp')}{cut}, {mesh.get('schedule')}")
     if isinstance(about.get("parameters"), int):
         words.append(f"{about['parameters']:,} parameters".replace(",", " "))
     if isinstance(about.get("samples"), int):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from thinwire.collectives import Dense
 from thinwire.errors import UsageError
 from thinwire.parallel.agree import check_agreement
+from thinwire.train import tensor
 from thinwire.train.batches import Batches
 from thinwire.train.config import TrainConfig
 from thinwire.train.engine import Alone, Piped
@@ -21,7 +23,7 @@ from thinwire.train.samples import Samples, make_samples
 from thinwire.train.stage import Stage
 from thinwire.train.tokenizer import open_tokenizer
 from thinwire.train.update import Update
-from thinwire.wire import Wire
+from thinwire.wire import Reduction, Wire
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Parts:
         mesh = self.config.mesh
         return {
             "name": str(self.config.wire.get("preset", "custom" if self.config.wire else "off")),
-            "mesh": {"dp": mesh.dp, "pp": mesh.pp, "schedule": mesh.schedule, "microbatches": mesh.microbatches},
+            "mesh": {k: getattr(mesh, k) for k in ("dp", "pp", "tp", "schedule", "microbatches")},
             "wire": dict(self.config.wire), "parameters": sum(map(torch.Size.numel, self.blueprint.shapes.values())),
             "samples": len(self.samples.train), "steps": self.steps,
         }  # fmt: skip
@@ -72,7 +74,21 @@ def check(config: TrainConfig) -> Checked:
     samples = make_samples(config.data, tokenizer)
     Batches(samples, config.optim.batch, config.data.seed, 0, config.mesh.dp)
     stages = len(config.mesh.plan().rank_of)
-    return Checked(wire, samples, plan_model(config.model, stages, tokenizer.size, config.data.seq_len))
+    blueprint = plan_model(config.model, stages, tokenizer.size, config.data.seq_len)
+    tensor.check(blueprint.config, config.model.lora is not None, config.mesh.tp)
+    return Checked(_with_embedding(wire, config, blueprint), samples, blueprint)
+
+
+def _with_embedding(wire: Wire, config: TrainConfig, blueprint: Blueprint) -> Wire:
+    """Copies of a tied embedding that are cut themselves are synchronised in one exchange for each slice."""
+    rank_of = config.mesh.plan().rank_of
+    apart = blueprint.config.tie_word_embeddings and rank_of[0] != rank_of[-1]
+    if config.mesh.tp == 1 or not apart:
+        return wire
+    given = wire.embedding or Reduction(Dense(), sync="fused")
+    if given.sync != "fused":
+        raise UsageError(f"[wire.embedding] sync = {given.sync!r}: a tied model with tp = {config.mesh.tp} needs fused")
+    return replace(wire, embedding=given)
 
 
 def build(config: TrainConfig, checked: Checked, say: Callable[[str], None]) -> Parts:
@@ -81,8 +97,9 @@ def build(config: TrainConfig, checked: Checked, say: Callable[[str], None]) -> 
     check_agreement("thinwire train", {"the configuration": repr(config), "the data": samples.digest}, None)
     batches = Batches(samples, config.optim.batch, config.data.seed, mesh.replica, config.mesh.dp)
     mine = [stage for stage, rank in enumerate(config.mesh.plan().rank_of) if rank == mesh.position]
-    stages = build_stages(blueprint, mine, config.run.seed, config.run.device, config.run.recompute)
-    named = named_parameters(stages)
+    cut = mesh.tp if config.mesh.tp > 1 else None
+    stages = build_stages(blueprint, mine, config.run.seed, config.run.device, config.run.recompute, cut)
+    named = tensor.local_parameters(named_parameters(stages))
     engine: Alone | Piped = (
         Alone(config, stages[0]) if config.mesh.pp == 1 else Piped(config, wire, mesh, stages, len(samples.train), say)
     )

@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="run.toml", nargs="?", help="the run; see --init")
     parser.add_argument("--init", metavar="PATH", help="write a commented configuration there, and stop")
     parser.add_argument(
-        "--local", type=int, metavar="N", help="start N ranks on this machine, each on a host of the lab"
+        "--local", type=int, metavar="N", help="start N ranks on this machine, each (tp of them) on a host of the lab"
     )
     parser.add_argument("--rate", help="of every host's link, with --local: 100mbit, 1gbit (default: unshaped)")
     parser.add_argument("--latency", default="0ms", help="one way between hosts, with --local (default 0ms)")
@@ -61,7 +61,7 @@ def _check_ranks(mesh: MeshConfig, started: int, remedy: str) -> None:
     """Before torch is imported and any group is made."""
     if mesh.ranks != started:
         raise UsageError(
-            f"[mesh] dp = {mesh.dp}, pp = {mesh.pp}: takes {mesh.ranks} ranks, but {started} "
+            f"[mesh] dp = {mesh.dp}, pp = {mesh.pp}, tp = {mesh.tp}: takes {mesh.ranks} ranks, but {started} "
             f"{'was' if started == 1 else 'were'} started: {remedy}"
         )
 

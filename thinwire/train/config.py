@@ -96,11 +96,11 @@ def _title(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """rank = replica · pp + position in the pipeline."""
+    """rank = (replica · pp + position in the pipeline) · tp + slice."""
 
     dp: int = key(1, whole(1), "data-parallel replicas")
     pp: int = key(1, whole(1), "pipeline ranks")
-    tp: int = key(1, one_of(1), "tensor-parallel ranks; only 1 for now")
+    tp: int = key(1, whole(1), "tensor-parallel ranks, inside a site; llama and qwen2")
     schedule: str = key(
         "1F1B",
         ("one of " + ", ".join(SCHEDULES), lambda v: isinstance(v, str) and _title(v) is not None),

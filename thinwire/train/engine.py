@@ -20,6 +20,7 @@ from thinwire.train.config import TrainConfig
 from thinwire.train.mesh import Mesh
 from thinwire.train.samples import IGNORED
 from thinwire.train.stage import Stage
+from thinwire.train.tensor import Sliced
 from thinwire.wire import Wire
 
 
@@ -74,12 +75,12 @@ class Piped:
     ) -> None:  # fmt: skip
         self.rank_of, self.group, self.microbatches = config.mesh.plan().rank_of, mesh.pp, config.mesh.microbatches
         some = next(iter(stages.values()))
-        self.width, self.dtype = some.config.hidden_size, next(some.parameters()).dtype
+        self.width, self.dtype = some.config.hidden_size // config.mesh.tp, next(some.parameters()).dtype
         count, self.device = len(self.rank_of), next(some.parameters()).device
         self.parts = [
             CompressedStage(
-                _casting(stage, config), index, count, self.device, group=mesh.pp, wire=wire, seed=config.run.seed,
-                dropout="seed",
+                _sliced(_casting(stage, config), stage, mesh), index, count, self.device, group=mesh.pp, wire=wire,
+                seed=config.run.seed, dropout="seed",
             )
             for index, stage in sorted(stages.items())
         ]  # fmt: skip
@@ -164,3 +165,7 @@ class _Casting(nn.Module):
 
 def _casting(stage: Stage, config: TrainConfig) -> nn.Module:
     return stage if config.run.autocast == "off" else _Casting(stage, autocast(config))
+
+
+def _sliced(module: nn.Module, stage: Stage, mesh: Mesh) -> nn.Module:
+    return module if mesh.config.tp == 1 else Sliced(module, mesh.tp, stage.is_first, stage.is_last)

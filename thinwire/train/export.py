@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from thinwire.errors import UsageError
 from thinwire.train.families import HEAD
@@ -34,10 +35,16 @@ def export_weights(stage: Stage) -> dict[str, Tensor]:
     named = dict(stage.named_parameters())
     adapters = {saved_name(name): weight for name, weight in named.items() if ".lora_" in name}
     if adapters or not any(weight.requires_grad for weight in named.values()):
-        return {name: weight.detach().cpu() for name, weight in adapters.items()}
+        return {name: _whole(weight) for name, weight in adapters.items()}
     if stage.config.tie_word_embeddings:
         named.pop(HEAD, None)
-    return {name: weight.detach().cpu() for name, weight in named.items()}
+    return {name: _whole(weight) for name, weight in named.items()}
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """On the CPU; a cut one is put together by all ranks that hold a slice."""
+    held = weight.detach()
+    return (held.full_tensor() if isinstance(held, DTensor) else held).cpu()
 
 
 def write_shard(blueprint: Blueprint, index: int, weights: Mapping[str, Tensor], folder: str | Path) -> Path:

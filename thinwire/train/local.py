@@ -21,12 +21,12 @@ def train_local(
     config: TrainConfig, *, rate: str | None = None, latency: str = "0ms", resume: bool = False,
     timeout: float | None = None, network: Network | None = None, label: str = "train",
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Train on `config.mesh.ranks` hosts of the lab; the events of the run. Raises what the lab raises."""
+    """Train on hosts of the lab, the ranks of a tensor-parallel group on one; the events of the run."""
     if not check()[0].ok:
         raise UsageError("this machine forbids network namespaces (thinwire doctor says more): use torchrun instead")
     if network is not None:
         return _watched(network, config, resume, timeout, label, parse_rate(rate))
-    with Network(hosts=config.mesh.ranks, rate=rate, latency=latency, preload=PRELOAD) as net:
+    with Network(hosts=config.mesh.ranks // config.mesh.tp, rate=rate, latency=latency, preload=PRELOAD) as net:
         return _watched(net, config, resume, timeout, label, parse_rate(rate))
 
 
@@ -41,7 +41,7 @@ def _watched(
     path, seen = Path(config.run.out) / "metrics.jsonl", 0
     if not resume and path.exists():
         path.unlink()
-    job = net.start(_train, config, resume, rate, echo=False)
+    job = net.start(_train, config, resume, rate, per_host=config.mesh.tp, echo=False)
     while not job.watch(WATCH) and not read_events(path):  # how long it will be stands in the first event
         _check_time(job, timeout)
     total = next((event["steps"] for event in read_events(path) if event["kind"] == "run"), 1)

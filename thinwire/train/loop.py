@@ -25,6 +25,7 @@ from thinwire.train.config import TrainConfig
 from thinwire.train.metrics import Metrics
 from thinwire.train.optim import rate
 from thinwire.train.publish import publish
+from thinwire.train.tensor import concerns, plain_name, read_back, saved_name
 from thinwire.train.totals import Totals
 
 
@@ -42,7 +43,7 @@ class Trainer:
         self.parts: Parts = build(config, checked or check(config), self._note)
         self.checkpoints = Checkpoints(self.out / CHECKPOINTS, config.run.keep, local_rank)
         self.step, self.seconds, self.stopping = 0, 0.0, False
-        self.totals = Totals(self.parts.engine, self.parts.update, config.mesh.dp)
+        self.totals = Totals(self.parts.engine, self.parts.update, config.mesh.dp * config.mesh.tp)
         found = self.checkpoints.agreed_newest()
         if found is not None:
             refuse_second_run(self.out, resume)
@@ -139,7 +140,8 @@ class Trainer:
 
     def _state(self) -> dict[str, Tensor]:
         own = f"rank-{self.rank}"
-        state = {f"model/{name}": p.detach() for name, p in self.parts.named.items()}
+        place = self.parts.mesh.slice
+        state = {saved_name(f"model/{n}", p, p, place): p.detach() for n, p in self.parts.named.items()}
         state |= self.parts.update.state_dict()
         state |= {f"{own}/pipeline/{name}": value for name, value in self.parts.engine.state_dict().items()}
         state |= {f"{own}/rng": torch.get_rng_state(), f"{own}/sent": self.totals.state()}
@@ -150,24 +152,24 @@ class Trainer:
         return state | {"step": torch.tensor(self.step), "seconds": torch.tensor(self.seconds, dtype=torch.float64)}
 
     def _load(self, path: Path) -> None:
-        own = f"rank-{self.rank}/"
+        own, place = f"rank-{self.rank}/", self.parts.mesh.slice
         update, named = self.parts.update, self.parts.named
 
         def wanted(name: str) -> bool:
             known = (
                 name in ("step", "seconds", "cut")
                 or name.startswith((own, "data/"))
-                or name.removeprefix("model/") in named
+                or (plain_name(name).removeprefix("model/") in named and concerns(name, place))
             )
             return known or update.wants(name)
 
         state = self._placed(self.checkpoints.read(path, wanted))
-        missing = [name for name in named if f"model/{name}" not in state]
-        if missing:
-            raise UsageError(f"{path} has no {missing[0]}: it is a checkpoint of another model")
         with torch.no_grad():
             for name, parameter in named.items():
-                parameter.copy_(state[f"model/{name}"])
+                stored = read_back(f"model/{name}", state, parameter, place)
+                if stored is None:
+                    raise UsageError(f"{path} has no {name}: it is a checkpoint of another model")
+                parameter.copy_(stored)
         same_cut = torch.equal(state["cut"], self._cut())
         update.load_state_dict(state, same_cut)
         memory = {n.removeprefix(f"{own}pipeline/"): v for n, v in state.items() if n.startswith(f"{own}pipeline/")}
@@ -195,7 +197,8 @@ class Trainer:
     def _cut(self) -> Tensor:
         """Which layers lie where: state of boundaries means something only under the same cut."""
         layers = self.parts.blueprint.layers
-        return torch.tensor([self.config.mesh.pp, *(run.stop for run in layers), *self.config.mesh.plan().rank_of])
+        mesh = self.config.mesh
+        return torch.tensor([mesh.pp, mesh.tp, *(run.stop for run in layers), *mesh.plan().rank_of])
 
 
 def _parts(batch: Batch, passes: int) -> list[Batch]:

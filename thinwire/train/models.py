@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
-from thinwire.train import lora
+from thinwire.train import lora, tensor
 from thinwire.train.config import ModelConfig
 from thinwire.train.families import FAMILIES, HEAD, Family, build_config, skeleton
 from thinwire.train.split import split_layers
@@ -93,13 +93,15 @@ def parameter_counts(config: Any) -> list[int]:
 
 
 def build_stages(
-    blueprint: Blueprint, indices: Iterable[int], seed: int, device: torch.device | str = "cpu", recompute: bool = False
-) -> dict[int, Stage]:
+    blueprint: Blueprint, indices: Iterable[int], seed: int, device: torch.device | str = "cpu",
+    recompute: bool = False, tp: Any = None,
+) -> dict[int, Stage]:  # fmt: skip
     """The stages of one rank, by number. Nothing else of the model is read or drawn.
 
-    A rank that holds both the first and the last stage (V schedules) shares one tied embedding between them.
+    A rank that holds both the first and the last stage (V schedules) shares one tied embedding between them. `tp`: the
+    DeviceMesh over which weights are cut (tensor.py).
     """
-    stages = {i: _build(blueprint, i, seed, torch.device(device), recompute) for i in indices}
+    stages = {i: _build(blueprint, i, seed, torch.device(device), recompute, tp) for i in indices}
     if 0 in stages and blueprint.stages - 1 in stages:
         _tie(stages[0], stages[blueprint.stages - 1])
     return stages
@@ -116,12 +118,14 @@ def named_parameters(stages: Mapping[int, Stage]) -> dict[str, nn.Parameter]:
     return named
 
 
-def _build(blueprint: Blueprint, index: int, seed: int, device: torch.device, recompute: bool) -> Stage:
+def _build(blueprint: Blueprint, index: int, seed: int, device: torch.device, recompute: bool, tp: Any) -> Stage:
     full = skeleton(blueprint.config)
     stage = Stage(full, blueprint.layers[index], index, blueprint.stages, recompute)
     for name, weight in _weights(blueprint, stage, seed):
         owner, _, leaf = name.rpartition(".")
         setattr(stage.get_submodule(owner), leaf, nn.Parameter(weight.to(device, blueprint.dtype)))
+    if tp is not None:
+        tensor.parallelize(stage, tp)
     if blueprint.stages == 1:
         _tie(stage, stage)
     stage.to(device)  # the computed buffers

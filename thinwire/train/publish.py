@@ -17,6 +17,8 @@ def publish(parts: Parts, folder: str | Path, shared: bool) -> Path:
     config, target = parts.config, Path(folder)
     lora = config.model.lora is not None
     mine = {i: export_weights(stage) for i, stage in parts.stages.items()} if parts.mesh.replica == 0 else {}
+    if parts.mesh.shard:  # all slices are put together; one rank keeps them
+        mine = {}
     if lora or not shared:
         mine = _to_first(mine)
     if mine and not lora:

@@ -25,6 +25,8 @@ from thinwire.parallel.tied import TiedEmbedding
 from thinwire.train.config import TrainConfig
 from thinwire.train.mesh import Mesh
 from thinwire.train.optim import groups
+from thinwire.train.tensor import concerns as cut_concerns
+from thinwire.train.tensor import dim_cut, plain_name, read_back, saved_name
 from thinwire.wire import Wire
 
 Named = dict[str, nn.Parameter]
@@ -49,7 +51,8 @@ class Update:
         by_adam = named if self.frozen is None else {name: p for name, p in named.items() if name == tied}
         if by_adam:
             self.adam = torch.optim.AdamW(groups(config.optim, by_adam), **_moments(config), foreach=True)
-        self.counted_once = [p for name, p in named.items() if name != tied or mesh.is_first]
+        once = {n: p for n, p in named.items() if n != tied or mesh.is_first}
+        self.counted_once = [p for p in once.values() if dim_cut(p) is not None or not mesh.shard]
         self.skips, self.waited = 0, 0.0
         self.last_norm: float | None = None
 
@@ -84,6 +87,8 @@ class Update:
         total = _squares(self.counted_once)
         if world(self.mesh.pp)[0] > 1:
             dist.all_reduce(total, group=self.mesh.pp)
+        if self.mesh.config.tp > 1:
+            dist.all_reduce(total, group=self.mesh.tp.get_group())
         if self.config.optim.name == "frozen_adam" and world(self.mesh.dp)[0] > 1:
             dist.all_reduce(total, group=self.mesh.dp)
             total /= world(self.mesh.dp)[0]
@@ -129,7 +134,7 @@ class Update:
         for optimizer in self._optimizers():
             for name, parameter in self.named.items():
                 for field, value in optimizer.state.get(parameter, {}).items():
-                    out[f"optim/{name}/{field}"] = value
+                    out[saved_name(f"optim/{name}/{field}", value, parameter, self.mesh.slice)] = value
         for prefix, reducer in self._reducers().items():
             out |= {f"{prefix}/{name}": value for name, value in reducer.state_dict().items()}
         if self.frozen is not None:
@@ -143,9 +148,11 @@ class Update:
         for optimizer in self._optimizers():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 name = next(n for n, p in self.named.items() if p is parameter)
-                fields = _under(f"optim/{name}/", state)
+                fields = {plain_name(field) for field in _under(f"optim/{name}/", state)}
                 if fields:
-                    optimizer.state[parameter] = fields
+                    optimizer.state[parameter] = {
+                        f: read_back(f"optim/{name}/{f}", state, parameter, self.mesh.slice) for f in fields
+                    }
         for prefix, reducer in self._reducers().items():
             own = _under(f"{prefix}/", state)
             if own and compression:
@@ -161,7 +168,7 @@ class Update:
         """Is this name of a checkpoint for this rank?"""
         kind, _, rest = name.partition("/")
         if kind == "optim":
-            return rest.rpartition("/")[0] in self.named
+            return rest.rpartition("/")[0] in self.named and cut_concerns(name, self.mesh.slice)
         if kind in self._reducers():
             reducer = self._reducers()[kind]
             return concerns(rest, reducer.rank, reducer.size)
@@ -171,7 +178,7 @@ class Update:
 
     @property
     def _momentum(self) -> str:
-        return f"momentum-{self.mesh.position}"
+        return f"momentum-{self.mesh.place}"
 
     def _reduce(self) -> None:
         began = time.perf_counter()
@@ -191,8 +198,8 @@ class Update:
         return [optimizer for optimizer in (self.adam, self.frozen) if optimizer is not None]
 
     def _reducers(self) -> dict[str, Reducer]:
-        out = {} if self.reducer is None else {f"gradient-{self.mesh.position}": self.reducer}
-        return out if self.tied is None else out | {"embedding": self.tied.reducer}
+        out = {} if self.reducer is None else {f"gradient-{self.mesh.place}": self.reducer}
+        return out if self.tied is None else out | {f"embedding-{self.mesh.shard}": self.tied.reducer}
 
     def _exchanges(self) -> list[Exchange]:
         own = self.reducer.exchange if self.reducer else self.frozen.exchange if self.frozen else None

@@ -1,0 +1,117 @@
+"""dp × pp × tp on real processes: a cube equals one process, stopping changes nothing, mistakes are named."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from test_train_run import PRELOAD, held_out, losses, merged
+from train_ranks import MAX, live, settings, several
+
+from thinwire.errors import UsageError
+from thinwire.lab import Network, check
+from thinwire.lab.errors import LabError
+from thinwire.train import build
+from thinwire.train.metrics import read_events
+
+CUBE = {"dp": 2, "pp": 2, "tp": 2}
+STEP_2 = "checkpoints/step-00000002"
+BRIEF = {"steps": 4, "warmup": 1, "eps": 1e-4}  # a larger eps: Adam makes rounding of tiny gradients visible
+MODEL = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2}
+lab = pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)")
+
+
+def cube(out, wire=None, **changed):
+    document = {"mesh": CUBE, "optim": BRIEF, "run": {"checkpoint_every": 2, "eval_every": 0}}
+    given = {name: {**document.get(name, {}), **changed.get(name, {})} for name in {*document, *changed}}
+    return settings(out, wire, **{**given, "model": {**MODEL, **changed.get("model", {})}})
+
+
+def weights(out):
+    transformers = pytest.importorskip("transformers")
+    return dict(transformers.AutoModelForCausalLM.from_pretrained(out / "model").named_parameters())
+
+
+@lab
+@pytest.mark.lab
+@pytest.mark.timeout(280)
+def test_a_cube_equals_one_process(tmp_path):
+    """Exact wire: loss curve, held-out loss and exported weights of 2×2×2, tied and untied, and of four stages; and a
+    checkpoint of two slices goes on in one."""
+    alone = {"tied": {}, "untied": {"tied": False}, "wide": {"kv_heads": 4}}
+    four = {"schedule": "Interleaved1F1B", "virtual": 2}
+    cubes = {
+        "cube": ("tied", cube(tmp_path / "cube")),
+        "cube untied": ("untied", cube(tmp_path / "cube untied", model={"tied": False})),
+        "interleaved": ("tied", cube(tmp_path / "interleaved", mesh=four)),
+        "V": ("wide", cube(tmp_path / "V", mesh={"schedule": "ZBV", "dp": 1, "tp": 4}, model={"kv_heads": 4})),
+    }  # fmt: skip
+    with Network(hosts=1, preload=PRELOAD) as net:
+        runs = [cube(tmp_path / n, model=m, mesh={"dp": 1, "pp": 1, "tp": 1}) for n, m in alone.items()]
+        net.run(several, [(config, False) for config in runs], timeout=100, echo=False)
+    with Network(hosts=4, preload=PRELOAD) as net:
+        ranks = net.run(several, [(c, False) for _, c in cubes.values()], per_host=2, timeout=250, echo=False)
+        merged(ranks)
+        shutil.copytree(tmp_path / "cube" / STEP_2, tmp_path / "flat" / STEP_2)
+        net.run(several, [(cube(tmp_path / "flat", mesh={"tp": 1}), True)], timeout=100, echo=False)
+    for (step, a), (also, b) in zip(losses(tmp_path / "flat"), losses(tmp_path / "cube")[2:], strict=True):
+        assert step == also and abs(a - b) < 1e-5
+    for name, (same, _) in cubes.items():
+        expected = tmp_path / same
+        assert [s for s, _ in losses(tmp_path / name)] == [1, 2, 3, 4]
+        for (step, a), (_, b) in zip(losses(tmp_path / name), losses(expected)):
+            assert abs(a - b) < 1e-5, (name, step, a, b)
+        assert abs(held_out(tmp_path / name)[-1] - held_out(expected)[-1]) < 1e-5
+        theirs = weights(expected)
+        for weight, value in weights(tmp_path / name).items():
+            assert torch.allclose(value, theirs[weight], rtol=0, atol=1e-5), (name, weight)
+
+
+@lab
+@pytest.mark.lab
+@pytest.mark.timeout(900 if os.environ.get("THINWIRE_KILLS") else 280)
+def test_stopping_and_killing_change_nothing_in_a_cube(tmp_path):
+    """Everything compressed: resumed, and killed with -9 at random moments, the weights of an undisturbed run."""
+    kills, rng = int(os.environ.get("THINWIRE_KILLS", 1)), random.Random(1)
+    smooth, again, rough = (cube(tmp_path / name, MAX) for name in ("smooth", "again", "rough"))
+    with Network(hosts=4, preload=PRELOAD) as net:
+        expected = merged(net.run(several, [(smooth, False)], per_host=2, timeout=100, echo=False))[0]
+        shutil.copytree(tmp_path / "smooth" / STEP_2, tmp_path / "again" / STEP_2)
+        assert merged(net.run(several, [(again, True)], per_host=2, timeout=100, echo=False))[0] == expected
+        took = read_events(tmp_path / "smooth" / "metrics.jsonl")[-1]["seconds"]
+        for kill in range(kills):
+            job = net.start(live, rough, kill > 0, per_host=2, echo=False)
+            job.watch(5.0 + rng.random() * took)
+            if not job.done:
+                job.kill(rng.randrange(8))
+                with pytest.raises(LabError):
+                    job.wait(60)
+            shutil.rmtree(tmp_path / "rough" / "checkpoints" / "step-00000004", ignore_errors=True)
+        final = merged(net.run(several, [(rough, True)], per_host=2, timeout=100, echo=False))[0]
+    assert final == expected
+    assert losses(tmp_path / "again") == losses(tmp_path / "smooth")[2:]
+    assert losses(tmp_path / "rough") == losses(tmp_path / "smooth")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model": {"heads": 4, "kv_heads": 4}, "mesh": {"tp": 8}}, "tp = 8: must divide the 4 attention heads"),
+        ({"model": {"kv_heads": 2}, "mesh": {"tp": 4}}, "tp = 4: must divide the 2 key-value heads"),
+        ({"model": {"vocab": 265}}, "tp = 2: must divide the 265 tokens of the vocabulary"),
+        ({"model": {"ffn": 33}}, "tp = 2: must divide the 33 values of the MLP's width"),
+        ({"model": {"type": "gpt2", "kv_heads": 0}}, "tp = 2: not for gpt2; allowed are llama, qwen2"),
+        ({"model": {"lora": {"r": 2}}}, "tp = 2: adapters are not cut"),
+        ({"wire": {"embedding": {"sync": "separate"}}}, "[wire.embedding] sync = 'separate': a tied model with tp = 2"),
+        ({"mesh": {"pp": 5, "microbatches": 5}, "optim": {"batch": 10}}, "4 layers cannot be split into 5 stages"),
+    ],
+)
+def test_what_cannot_be_cut_is_said_in_one_line(tmp_path, changed, said):
+    config = cube(tmp_path, **{name: table for name, table in changed.items() if name != "wire"})
+    with pytest.raises(UsageError) as error:
+        build.check(replace(config, wire=changed.get("wire", {})))
+    assert said in str(error.value) and "\n" not in str(error.value)

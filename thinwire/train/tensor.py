@@ -1,7 +1,7 @@
 """Tensor parallelism inside a site, by torch's own `parallelize_module`: who holds which slice, and what crosses.
 
 Attention heads, the MLP's width and the vocabulary (embedding and head) are cut in `tp`; norms are whole on every rank.
-Hidden states are whole inside a stage; over a pipeline boundary each rank sends its own slice of them, and the site that
+Hidden states are whole inside a stage; over a pipeline boundary each rank sends its own slice, and the site that
 receives puts them together. So a slow link carries every value once, and every rank compresses a slice of its own.
 Logits are gathered inside the site and every rank computes the same loss: exact, and nothing to agree on afterwards.
 What ranks of a site tell each other is not compressed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import tempfile
@@ -30,10 +31,11 @@ from pipeline_ranks import (  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from thinwire.channel import Channel
 from thinwire.codecs import LowRank, Quantize
 from thinwire.errors import UsageError
 from thinwire.memory import Delta, ErrorFeedback, Plain
-from thinwire.parallel import Plan
+from thinwire.parallel import Plan, boundary
 from thinwire.wire import Link, Wire
 
 EIGHT = Link(Quantize(8, block=16))
@@ -189,6 +191,15 @@ def faults() -> list[str]:
             wrong.append("the damaged micro-batch's samples (2 at 2 ends) were not cold once")
     wrong += _nonfinite(run, x, y, ids) + _lost(run, x, y, ids)
     return wrong
+
+
+def unseen() -> list[str]:
+    """The same, and equal mirrors, where the host looks at nothing before a step's end, as it does on a card."""
+    boundary.Channel = functools.partial(Channel, defer=True)  # type: ignore[misc]
+    try:
+        return faults() + mirrors(8)
+    finally:
+        boundary.Channel = Channel  # type: ignore[misc]
 
 
 def _nonfinite(run: Run, x: Tensor, y: Tensor, ids: list[int]) -> list[str]:

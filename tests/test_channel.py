@@ -80,7 +80,7 @@ def test_rows_do_not_depend_on_their_neighbours():
     for _ in range(2):
         frame = together.send([1, 2, 3], x)
         single = [alone.send([i + 1], x[i : i + 1]) for i in range(3)]
-    assert torch.equal(frame[BYTES + 1 :], torch.cat([s[BYTES + 1 :] for s in single]))
+    assert torch.equal(frame[BYTES:-1], torch.cat([s[BYTES:-1] for s in single]))
 
 
 def test_delta_converges_from_a_compressed_first_visit():
@@ -422,3 +422,49 @@ def test_rows_together_equal_rows_alone(cold):
             assert torch.equal(whole, single)
             assert digests(together[0], ids) == digests(alone[0], ids)
         assert digests(together[0], ids) == digests(together[1], ids)
+
+
+BLIND = [c.Identity(), c.Cast("bf16"), c.Quantize(3), c.ScaledSign(), c.Rotated(c.Quantize(4))]
+
+
+@pytest.mark.parametrize("codec", BLIND, ids=str)
+@pytest.mark.parametrize(
+    "memory", [m.Plain(), m.EF21(), m.ErrorFeedback(), m.Delta(cold=c.Quantize(8))], ids=lambda k: k.name
+)
+def test_checks_may_wait_for_the_steps_end(codec, memory):
+    """Messages that nobody looks at are the same bits; what was wrong with one is known when the step is settled."""
+    seen = ends(codec, memory)
+    unseen = tuple(tw.Channel(codec, memory, name=end.name, defer=True) for end in seen)
+    keys = [4, 5, 6] if memory.cold_start else "x"
+    for step, fault in enumerate(["", "", "nan", "", "damaged", "stale", ""]):
+        x = tensor("gaussian", (3, 256), torch.float32, step)
+        if fault == "nan":
+            x[1, 7] = torch.nan
+        for end in (*seen, *unseen):
+            end.begin()
+        frame, again = seen[0].send(keys, x, nonfinite="flag"), unseen[0].send(keys, x, nonfinite="later")
+        assert torch.equal(frame, again) or fault == "nan"
+        if fault == "damaged":
+            again[40] ^= 16
+        if fault == "stale":
+            unseen[1].step += 1
+        y = unseen[1].recv(keys, again, x.shape, x.dtype, later=True)
+        with pytest.raises(RuntimeError, match="not looked at"):
+            unseen[1].commit()
+        told = [bool(end.settle()) for end in unseen]
+        assert told == [fault == "nan", fault != ""]
+        if not fault:
+            assert torch.equal(y, seen[1].recv(keys, frame, x.shape, x.dtype))
+        else:
+            assert torch.isnan(y).all()
+        for end in (*seen, *unseen):
+            end.step = step + 1
+            end.rollback() if fault else end.commit()
+    assert (unseen[1].stats.nonfinite, unseen[1].stats.rejected) == (1, 2)
+
+
+def test_a_codec_that_looks_is_not_deferred():
+    channel = tw.Channel(c.TopK(0.1), m.ErrorFeedback(), defer=True)
+    channel.begin()
+    channel.send("x", tensor("gaussian", (100,), torch.float32, 0), nonfinite="later")
+    channel.commit()

@@ -23,7 +23,10 @@ CASES = {
         ("resume", (True,)), ("resume", (False,)), ("evaluation", ()), ("complaints", ()), ("dropout", ()),
         ("file_stores", ()), ("repeats", ()), ("half_precision", ()), ("loss_scale", ()), ("told", ()),
     ],
-    4: [("identity", ()), ("mirrors", (16,)), ("shapes", ()), ("lazy_error", ()), ("faults", ()), ("replicas", ())],
+    4: [
+        ("identity", ()), ("mirrors", (16,)), ("shapes", ()), ("lazy_error", ()), ("faults", ()), ("replicas", ()),
+        ("unseen", ()),
+    ],
 }  # fmt: skip
 WORDS = {
     "missing": "give step(ids=…)", "twice": "sample id 1 stands twice", "type": "not 0.5",

@@ -19,6 +19,7 @@ from thinwire.codecs.base import Codec, describe_nonfinite, raw_bytes
 from thinwire.errors import UsageError
 from thinwire.kernels.checksum import checksums
 from thinwire.kernels.random import derive
+from thinwire.memory.doubts import Doubts
 from thinwire.memory.ledger import Ledger, key_name, parse_key
 from thinwire.memory.rows import Rows
 from thinwire.memory.rule import Memory, Plain
@@ -30,11 +31,13 @@ FEW, MANY = 16, 2**20  # values; a codec that is refused for both is refused at 
 
 
 class Channel:
-    """One end of a wire, or one member of a group. `seed` is the run's, equal at both ends."""
+    """One end of a wire, or one member of a group. `seed` is the run's, equal at both ends. `defer`: may checks of
+    messages wait for the step's end (`doubts`) where the caller allows it? None: on a card."""
 
     def __init__(
-        self, codec: Any, memory: Memory | None = None, *, seed: int = 0, name: str = "channel", measure_every: int = 16
-    ) -> None:
+        self, codec: Any, memory: Memory | None = None, *, seed: int = 0, name: str = "channel",
+        measure_every: int = 16, defer: bool | None = None,
+    ) -> None:  # fmt: skip
         self.codec, self.memory, self.seed, self.name = codec, memory or Plain(), seed, name
         if not isinstance(codec, Codec) and not hasattr(codec, "exchange"):
             raise UsageError(f"a channel takes a codec or a collective, not {codec!r}")
@@ -45,6 +48,7 @@ class Channel:
         self.staged_collective: dict[Key, dict[str, Tensor]] = {}
         self.step = 0
         self.counts: dict[Any, int] = {}
+        self.doubts, self.defer = Doubts(), defer
         self.stats = Stats()
         self.visits = Visits(codec, self.memory, self.ledger, self.stats, measure_every)
         self.rows = Rows(self.visits)
@@ -56,8 +60,11 @@ class Channel:
         self.ledger.begin()
         self.step = self.step + 1 if step is None else step
         self.counts.clear()
+        self.doubts.open.clear()
 
     def commit(self) -> None:
+        if self.doubts.open:
+            raise RuntimeError(f"{self.name}: messages of this step were not looked at: settle() before commit()")
         self.ledger.commit()
         self.collective_state.update(self.staged_collective)
         self.staged_collective = {}
@@ -68,30 +75,57 @@ class Channel:
         self.staged_collective = {}
         self.stats.rollbacks += 1
 
+    def settle(self) -> list[tuple[list[Key], bool]]:
+        """Look at what was left for later; where anything is told here, roll back."""
+        return self.doubts.settle(self.stats)
+
     # --- point to point
 
     def send(self, key: Key | Sequence[Key], x: Tensor, *, nonfinite: str = "raise") -> Tensor:
         """x → frame. A list of keys gives every row of x its own state.
 
         NaN or Inf: ValueError naming the key; with nonfinite="flag" a frame of the usual size that says so, and no
-        change of state (the receiver gets NaN, and the step is for the caller to roll back).
+        change of state (the receiver gets NaN, and the step is for the caller to roll back); with nonfinite="later" the
+        host may leave it to `doubts`, and then has to roll back.
         """
+        if not isinstance(key, (str, int)):
+            self._check_rows(key, tuple(x.shape))
+        later = nonfinite == "later" and self._may_defer(x.device)
+        frame = torch.empty(self.nbytes(key, x.shape, x.dtype), dtype=torch.uint8, device=x.device)
+        body = frame[framing.BYTES :]
         if isinstance(key, (str, int)):
-            kind, body, finite = self.visits.encode(key, x, self._seed(key))
+            kind, finite = self.visits.encode(key, x, self._seed(key), body, later)
         else:
-            kind, body, finite = self._encode_rows(key, x)
-        if not finite:
-            if nonfinite != "flag":
+            kind, finite = framing.ROWS, self.rows.encode(key, x, self._seed, body, later)
+        if isinstance(finite, Tensor):
+            self.doubts.add(key, torch.ones_like(finite), finite)
+            framing.seal(self._header(key, kind), frame, finite)
+        else:
+            if not finite and nonfinite == "raise":
                 raise ValueError(f"{self.name}: cannot send {key!r}: {describe_nonfinite(x)}")
-            self.stats.nonfinite += 1
-            kind, body = kind | framing.NONFINITE, torch.zeros_like(body)
-        frame = framing.seal(self._header(key, kind), body)
+            if not finite:
+                self.stats.nonfinite += 1
+                kind |= framing.NONFINITE
+                body.zero_()
+            framing.seal(self._header(key, kind), frame)
         self._advance(key)
         self.stats.count(frame.numel(), x.numel() * x.element_size())
         return frame
 
-    def recv(self, key: Key | Sequence[Key], wire: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Frame → y. A frame that is not the expected one raises ValueError and changes nothing."""
+    def recv(
+        self, key: Key | Sequence[Key], wire: Tensor, shape: Sequence[int], dtype: torch.dtype, *, later: bool = False
+    ) -> Tensor:
+        """Frame → y. A frame that is not the expected one raises ValueError and changes nothing; with `later` the host
+        may leave that to `doubts`, y is then NaN, and the caller has to roll back."""
+        if later and self._may_defer(wire.device):
+            y = self._recv_unseen(key, wire, tuple(shape), dtype)
+        else:
+            y = self._recv(key, wire, shape, dtype)
+        self._advance(key)
+        self.stats.count(wire.numel(), math.prod(shape) * dtype.itemsize)
+        return y
+
+    def _recv(self, key: Key | Sequence[Key], wire: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         try:
             kind, body = framing.unseal(wire, self._header(key, 0))
             if kind & framing.NONFINITE:
@@ -100,13 +134,34 @@ class Channel:
             elif isinstance(key, (str, int)):
                 y = self.visits.decode(key, kind, body, tuple(shape), dtype, self._seed(key))
             else:
-                y = self._decode_rows(key, body, tuple(shape), dtype)
+                self._check_rows(key, tuple(shape))
+                y, _ = self.rows.decode(key, body, tuple(shape), dtype, self._seed)
         except ValueError as error:
             self.stats.rejected += 1
             raise ValueError(f"{self.name}, {key!r}: {error}") from error
-        self._advance(key)
-        self.stats.count(wire.numel(), math.prod(shape) * dtype.itemsize)
         return y
+
+    def _recv_unseen(
+        self, key: Key | Sequence[Key], wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        """The same without looking: decoded as what this end expects, NaN where it was something else."""
+        if isinstance(key, (str, int)):
+            warm = self.memory.cold_start and self.is_warm(key, shape)
+            good, finite, body = framing.inspect(wire, self._header(key, framing.WARM if warm else 0))
+            y = self.visits.decode(key, framing.WARM if warm else 0, body, shape, dtype, self._seed(key))
+        else:
+            self._check_rows(key, shape)
+            good, finite, body = framing.inspect(wire, self._header(key, framing.ROWS))
+            y, same = self.rows.decode(key, body, shape, dtype, self._seed, later=True)
+            good = good & same
+        self.doubts.add(key, good, finite)
+        return torch.where(good & finite, y, torch.nan)
+
+    def _may_defer(self, device: torch.device) -> bool:
+        """Can messages be left to `doubts`? In an open step, by codecs that look at nothing; worth it on a card."""
+        wanted = device.type == "cuda" if self.defer is None else self.defer
+        blind = self.codec.is_blind and (self.memory.cold is None or self.memory.cold.is_blind)
+        return wanted and blind and not self.memory.refresh and self.ledger.staged is not None
 
     def nbytes(self, key: Key | Sequence[Key], shape: Sequence[int], dtype: torch.dtype) -> int:
         """Exactly how long the next frame for this key will be, at either end."""
@@ -195,15 +250,6 @@ class Channel:
                 self.collective_state.setdefault(parse_key(key), {})[field] = value.clone()
 
     # --- rows
-
-    def _encode_rows(self, keys: Sequence[Key], x: Tensor) -> tuple[int, Tensor, bool]:
-        self._check_rows(keys, tuple(x.shape))
-        body, finite = self.rows.encode(keys, x, self._seed)
-        return framing.ROWS, body, finite
-
-    def _decode_rows(self, keys: Sequence[Key], body: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        self._check_rows(keys, shape)
-        return self.rows.decode(keys, body, shape, dtype, self._seed)
 
     def _check_rows(self, keys: Sequence[Key], shape: tuple[int, ...]) -> None:
         if not shape or shape[0] != len(keys):

@@ -32,6 +32,11 @@ class Codec:
         """Values coded by themselves: a tensor cut at multiples of it is coded piece by piece. None: as a whole."""
         return None
 
+    @property
+    def is_blind(self) -> bool:
+        """Do encoding and decoding never look at values on the host? Then nothing here waits for a card."""
+        return False
+
     def encode(self, x: Tensor, seed: int = 0) -> Tensor:
         """x: any floating dtype and shape → uint8[nbytes]. NaN or Inf: ValueError."""
         wire, finite = self.encode_flagged(x, seed)
@@ -39,10 +44,11 @@ class Codec:
             raise ValueError(f"cannot encode a {tuple(x.shape)} tensor: {describe_nonfinite(x)}")
         return wire
 
-    def encode_flagged(self, x: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+    def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(message, 0-d bool "all finite"), without raising and without a host sync: the caller tests the flag.
 
-        Where the flag is false the message has its usual size and no usable content.
+        Where the flag is false the message has its usual size and no usable content. `into` (uint8[nbytes], from an
+        address that is a multiple of four) receives the message.
         """
         finite = is_finite(x)
         if not x.numel():
@@ -50,7 +56,8 @@ class Codec:
         x = x.to(work_dtype(x.dtype)).contiguous()
         if x.is_cuda or not bool(finite):  # on a GPU without looking, which would stop the host
             x = torch.where(finite, x, 0)
-        return self._encode(x, seed), finite
+        wire = self._encode(x, seed)
+        return (wire if into is None else into.copy_(wire)), finite
 
     def decode(self, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
         """The inverse, up to the codec's loss. A message of the wrong length or content: ValueError."""
@@ -92,8 +99,9 @@ class Codec:
         return wire
 
     def encode_onto_flagged(
-        self, x: Tensor, h: Tensor, seed: int = 0, gate: bool = False, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, h: Tensor, seed: int = 0, gate: bool = False, out: Tensor | None = None,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`encode_onto` with the flag of `encode_flagged`; where it is false the mirror's content is void."""
         out = h if out is None else out
         work = torch.promote_types(work_dtype(x.dtype), torch.float32)
@@ -101,7 +109,8 @@ class Codec:
         wire, finite = self.encode_flagged((x.to(work) - base).to(x.dtype), seed)
         step = self.decode(wire, x.shape, x.dtype, seed)
         out.copy_(base + step)
-        return (torch.cat((wire, bitpack.pack(phi, 1))) if gate else wire), finite
+        wire = torch.cat((wire, bitpack.pack(phi, 1))) if gate else wire
+        return (wire if into is None else into.copy_(wire)), finite
 
     def decode_onto(
         self, wire: Tensor, h: Tensor, dtype: torch.dtype | None = None, seed: int = 0, gate: bool = False,

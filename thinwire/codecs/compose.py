@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, work_dtype
 from thinwire.errors import UsageError
 from thinwire.kernels import hadamard
 from thinwire.kernels.random import derive
@@ -35,8 +35,16 @@ class Rotated(Codec):
     def span(self) -> int | None:
         return None if self.inner.span is None else math.lcm(self.block, self.inner.span)
 
-    def _encode(self, x: Tensor, seed: int) -> Tensor:
-        return self.inner.encode(hadamard.rotate(x.view(-1), self.block, derive("rotate", seed)), seed)
+    @property
+    def is_blind(self) -> bool:
+        return self.inner.is_blind
+
+    def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What is not finite makes its block so, and the inner codec sees it; so it does a rotation that overflows."""
+        if not x.numel():
+            return super().encode_flagged(x, seed, into)
+        rotated = hadamard.rotate(x.to(work_dtype(x.dtype)).contiguous().view(-1), self.block, derive("rotate", seed))
+        return self.inner.encode_flagged(rotated, seed, into)
 
     def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
         rotated = self.inner.decode(wire, (math.prod(shape),), _rotated_dtype(dtype), seed)

@@ -22,6 +22,10 @@ class Identity(Codec):
     def span(self) -> int:
         return 1
 
+    @property
+    def is_blind(self) -> bool:
+        return True
+
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         return raw_bytes(x)
 
@@ -55,8 +59,12 @@ class Cast(Codec):
     def span(self) -> int:
         return 1
 
-    def encode_flagged(self, x: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-        wire, finite = super().encode_flagged(x, seed)
+    @property
+    def is_blind(self) -> bool:
+        return True
+
+    def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        wire, finite = super().encode_flagged(x, seed, into)
         return wire, finite & is_finite(from_raw(wire, CASTS[self.to]))
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.kernels.checksum import PRIME, checksum, weight
 from thinwire.kernels.random import derive
 
-VERSION = 1
+VERSION = 2
 BYTES = 16
 WARM, NONFINITE, REFRESH, ROWS = 1, 2, 4, 8
 LAYOUT = "<BBHIII"
@@ -36,19 +36,19 @@ def key_hash(key: object) -> int:
     return derive("key", key) % 2**32
 
 
-def seal(header: Header, body: Tensor) -> Tensor:
-    """Header and uint8 body → frame."""
-    words = struct.pack(LAYOUT, VERSION, header.kind, header.count % 2**16, header.step % 2**32, header.key, 0)
-    head = torch.frombuffer(bytearray(words), dtype=torch.uint8).to(body.device)
-    frame = torch.cat((head, body))
+def seal(header: Header, frame: Tensor, finite: Tensor | None = None) -> Tensor:
+    """Write the header before the body that `frame` (uint8) holds from byte 16 on. `finite`, 0-d bool on the frame's
+    device, says NONFINITE where it is false, without the host looking."""
+    frame[:BYTES] = from_host(_pack(header), frame.device)
+    if finite is not None:
+        frame[1] += NONFINITE * ~finite
     frame[12:BYTES] = _little_endian(checksum(frame))
     return frame
 
 
 def unseal(frame: Tensor, expected: Header) -> tuple[int, Tensor]:
     """(kind, body) of a frame that is the expected one; `expected.kind` is not compared. Otherwise ValueError."""
-    if frame.dtype != torch.uint8 or frame.dim() != 1 or frame.numel() < BYTES:
-        raise ValueError(f"a frame is at least {BYTES} bytes of uint8, not {tuple(frame.shape)} {frame.dtype}")
+    _check_length(frame)
     version, kind, count, step, key, stored = struct.unpack(LAYOUT, bytes(frame[:BYTES].tolist()))
     if version != VERSION:
         raise ValueError(f"frame of version {version}, this is version {VERSION}")
@@ -61,29 +61,74 @@ def unseal(frame: Tensor, expected: Header) -> tuple[int, Tensor]:
     return kind, frame[BYTES:]
 
 
-def join_rows(warm: list[bool], bodies: list[Tensor]) -> Tensor:
-    """Body of a per-row frame: a bitmap of the warm rows, then the rows' own bodies."""
-    bitmap = bytearray((len(warm) + 7) // 8)
-    for i, bit in enumerate(warm):
-        bitmap[i // 8] |= bit << (i % 8)
-    if not bodies:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.cat((torch.frombuffer(bitmap, dtype=torch.uint8).to(bodies[0].device), *bodies))
+def inspect(frame: Tensor, expected: Header) -> tuple[Tensor, Tensor, Tensor]:
+    """(is it the expected one, is its content finite, body), the first two 0-d bools on the frame's device: `unseal`
+    without the host looking. `expected.kind` is compared too."""
+    _check_length(frame)
+    said = frame[:12] == from_host(_pack(expected)[:12], frame.device)
+    flagged = frame[1] == expected.kind | NONFINITE
+    said[1] |= flagged
+    stored = (frame[12:BYTES].long() << _shifts(frame.device)).sum()
+    high = (stored >> 16) * (FIELD_WEIGHT + 1) % PRIME  # 32 × 32 bits overflow int64: in halves
+    own = ((high << 16) + (stored & 0xFFFF) * (FIELD_WEIGHT + 1)) % PRIME
+    return said.all() & (stored < PRIME) & (checksum(frame) == own), ~flagged, frame[BYTES:]
+
+
+def write_warm(warm: list[bool], body: Tensor) -> None:
+    """The end of a per-row body: a bitmap of the warm rows."""
+    body[body.numel() - bitmap_bytes(len(warm)) :] = from_host(_bitmap(warm), body.device)
 
 
 def warm_rows(body: Tensor, rows: int) -> tuple[list[bool], Tensor]:
     """(warm flags, the rest) of a per-row body."""
-    size = (rows + 7) // 8
-    if body.numel() < size:
-        raise ValueError(f"frame is too short for {rows} rows")
-    bits = body[:size].tolist()
-    return [bool(bits[i // 8] >> (i % 8) & 1) for i in range(rows)], body[size:]
+    rest, bitmap = _split_rows(body, rows)
+    bits = bitmap.tolist()
+    return [bool(bits[i // 8] >> (i % 8) & 1) for i in range(rows)], rest
+
+
+def warm_as(body: Tensor, warm: list[bool]) -> tuple[Tensor, Tensor]:
+    """(0-d bool: are these the warm rows?, the rest): `warm_rows` without the host looking."""
+    rest, bitmap = _split_rows(body, len(warm))
+    return (bitmap == from_host(_bitmap(warm), body.device)).all(), rest
 
 
 def bitmap_bytes(rows: int) -> int:
     return (rows + 7) // 8
 
 
+def from_host(data: bytes, device: torch.device) -> Tensor:
+    """uint8 on a device; on its way to a card through pinned memory, so that the host does not wait."""
+    there = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return there if device.type != "cuda" else there.pin_memory().to(device, non_blocking=True)
+
+
+def _pack(header: Header) -> bytes:
+    return struct.pack(LAYOUT, VERSION, header.kind, header.count % 2**16, header.step % 2**32, header.key, 0)
+
+
+def _check_length(frame: Tensor) -> None:
+    if frame.dtype != torch.uint8 or frame.dim() != 1 or frame.numel() < BYTES:
+        raise ValueError(f"a frame is at least {BYTES} bytes of uint8, not {tuple(frame.shape)} {frame.dtype}")
+
+
+def _bitmap(warm: list[bool]) -> bytes:
+    bits = bytearray(bitmap_bytes(len(warm)))
+    for i, bit in enumerate(warm):
+        bits[i // 8] |= bit << (i % 8)
+    return bytes(bits)
+
+
+def _split_rows(body: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    cut = body.numel() - bitmap_bytes(rows)
+    if cut < 0:
+        raise ValueError(f"frame is too short for {rows} rows")
+    return body[:cut], body[cut:]
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(0, 32, 8, device=device)
+
+
 def _little_endian(value: Tensor) -> Tensor:
     """0-d int64 below 2³² → uint8[4], on its device."""
-    return ((value >> torch.arange(0, 32, 8, device=value.device)) & 255).to(torch.uint8)
+    return ((value >> _shifts(value.device)) & 255).to(torch.uint8)

@@ -49,13 +49,18 @@ class Quantize(Codec):
     def span(self) -> int:
         return self.block
 
-    def encode_flagged(self, x: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-        wire = self._encode(_flat(x), seed)
+    @property
+    def is_blind(self) -> bool:
+        return True
+
+    def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        wire = self._encode(_flat(x), seed, into)
         return wire, self._finite(wire, x)
 
     def encode_onto_flagged(
-        self, x: Tensor, h: Tensor, seed: int = 0, gate: bool = False, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, h: Tensor, seed: int = 0, gate: bool = False, out: Tensor | None = None,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         target = h if out is None else out
         place = target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
         wire = delta_kernel.encode_delta(
@@ -68,6 +73,7 @@ class Quantize(Codec):
             seed=seed,
             stochastic=self.rounding == "stochastic",
             mse=self.scale == "mse",
+            wire=into,
         )
         if not target.is_contiguous():
             target.copy_(place.view(target.shape))
@@ -85,9 +91,9 @@ class Quantize(Codec):
             target.copy_(place.view(target.shape))
         return y.view(h.shape)
 
-    def _encode(self, x: Tensor, seed: int) -> Tensor:
+    def _encode(self, x: Tensor, seed: int, into: Tensor | None = None) -> Tensor:
         stochastic, mse = self.rounding == "stochastic", self.scale == "mse"
-        return kernel.quantize(_flat(x), self.bits, self.block, stochastic=stochastic, mse=mse, seed=seed)
+        return kernel.quantize(_flat(x), self.bits, self.block, stochastic=stochastic, mse=mse, seed=seed, out=into)
 
     def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
         return kernel.dequantize(wire, math.prod(shape), self.bits, self.block, dtype)
@@ -126,6 +132,10 @@ class ScaledSign(Codec):
     @property
     def span(self) -> int:
         return self.block
+
+    @property
+    def is_blind(self) -> bool:
+        return True
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         return sign_kernel.encode_sign(x.view(-1), self.block)

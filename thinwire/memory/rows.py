@@ -1,6 +1,6 @@
 """A message whose rows have a key each: a sample's activation, coded against what both ends remember of that sample.
 
-    body = bitmap of the warm rows | the warm rows, changes against their mirrors | the cold rows, by the cold codec
+    body = the warm rows, changes against their mirrors | the cold rows, by the cold codec | bitmap of the warm rows
 
 Rows of a whole number of coding blocks go through one kernel call a group, others one by one; either way a row's
 values do not depend on its neighbours, since no block reaches over a row's end.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,34 +29,51 @@ class Rows:
     def __init__(self, visits: Visits) -> None:
         self.visits = visits
 
-    def encode(self, keys: Sequence[Key], x: Tensor, seed_of: SeedOf) -> tuple[Tensor, bool]:
-        """x: float[rows, …] → (body, finite); the state is moved only where all is finite."""
+    def encode(
+        self, keys: Sequence[Key], x: Tensor, seed_of: SeedOf, into: Tensor, later: bool = False
+    ) -> Tensor | bool:
+        """x: float[rows, …] → its body in `into`, uint8[nbytes], and whether all is finite; see Visits.encode."""
         shape, warm = tuple(x.shape[1:]), self.warm(keys, tuple(x.shape[1:]))
         groups = list(_groups(warm))
-        if not all(self._together(flag, shape) for flag, _ in groups) and not bool(is_finite(x)):
-            size = self.nbytes(keys, shape, x.dtype, seed_of, warm)
-            return torch.zeros(size, dtype=torch.uint8, device=x.device), False
-        bodies, mirrors, finite = [], [], True
+        alone = not all(self._together(flag, shape) for flag, _ in groups)
+        if alone and not later and not bool(is_finite(x)):
+            return False
+        mirrors, flags, place = [], [], 0
         for flag, at in groups:
             part, named = (x if len(at) == len(keys) else x[at]), [keys[i] for i in at]
             if not self._together(flag, shape):
-                bodies += [self.visits.encode(key, row, seed_of(key))[1] for key, row in zip(named, part)]
+                for key, row, size in zip(named, part, self._row_bytes(flag, named, shape, x.dtype, seed_of)):
+                    with _aligned(into[place : place + size]) as room:
+                        flags.append(self.visits.encode(key, row, seed_of(key), room, later)[1])
+                    place += size
                 continue
-            body, new, good = self._encode_group(flag, named, part, seed_of(named[0]))
-            bodies.append(body)
+            size = self._group_bytes(flag, named, shape, x.dtype, seed_of)
+            with _aligned(into[place : place + size]) as room:
+                new, good = self._encode_group(flag, named, part, seed_of(named[0]), room, later)
+            place += size
             mirrors.append((named, part, new, flag))
-            finite = finite and good
-        for named, part, new, flag in mirrors if finite else ():
+            flags.append(good)
+        finite = _all(flags)
+        for named, part, new, flag in mirrors if later or finite else ():
             self._keep(named, new, flag)
             self.visits.measure(part, new)
-        return framing.join_rows(warm, bodies), finite
+        framing.write_warm(warm, into)
+        return finite
 
     def decode(
-        self, keys: Sequence[Key], body: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed_of: SeedOf
-    ) -> Tensor:
-        """The inverse, float[rows, …]; anything unexpected raises ValueError before the state is touched."""
-        warm, rest = framing.warm_rows(body, len(keys))
-        row, groups = shape[1:], list(_groups(warm))
+        self, keys: Sequence[Key], body: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed_of: SeedOf,
+        later: bool = False,
+    ) -> tuple[Tensor, Tensor | bool]:  # fmt: skip
+        """(float[rows, …], is it what was expected). Anything unexpected raises ValueError before the state is touched;
+        `later`: a bitmap of other rows than those this end holds is for whoever reads the flag."""
+        row = shape[1:]
+        good: Tensor | bool = True
+        if later:
+            warm = self.warm(keys, row)
+            good, rest = framing.warm_as(body, warm)
+        else:
+            warm, rest = framing.warm_rows(body, len(keys))
+        groups = list(_groups(warm))
         sizes = [self._group_bytes(flag, [keys[i] for i in at], row, dtype, seed_of) for flag, at in groups]
         if sum(sizes) != rest.numel():
             raise ValueError(f"rows of {rest.numel()} bytes arrived, {sum(sizes)} were expected")
@@ -66,10 +84,10 @@ class Rows:
         for (flag, at), part in zip(groups, rest.split(sizes)):
             y = self._decode_group(flag, [keys[i] for i in at], part, row, dtype, seed_of)
             if out is None:
-                return y
+                return y, good
             out[at] = y
         assert out is not None
-        return out
+        return out, good
 
     def nbytes(
         self, keys: Sequence[Key], shape: tuple[int, ...], dtype: torch.dtype, seed_of: SeedOf, warm: list[bool] | None
@@ -103,16 +121,19 @@ class Rows:
             return len(keys) * self.visits.body_bytes(shape, dtype, 0, warm)
         return sum(self.visits.body_bytes(shape, dtype, seed_of(key), warm) for key in keys)
 
-    def _encode_group(self, warm: bool, keys: Sequence[Key], x: Tensor, seed: int) -> tuple[Tensor, Tensor, bool]:
-        """(body, new mirrors [rows, …], finite)."""
+    def _encode_group(
+        self, warm: bool, keys: Sequence[Key], x: Tensor, seed: int, into: Tensor, later: bool
+    ) -> tuple[Tensor, Tensor | bool]:
+        """(new mirrors [rows, …], finite); the message goes into `into`."""
         visits, codec = self.visits, self._codec(warm)
         if not warm:
-            body, finite = codec.encode_flagged(x, seed)
-            return body, codec.decode(body, x.shape, x.dtype, seed) if bool(finite) else x, bool(finite)
+            body, flag = codec.encode_flagged(x, seed, into)
+            finite = flag if later else bool(flag)
+            return codec.decode(body, x.shape, x.dtype, seed) if later or finite else x, finite
         visits.memory.check(codec, x[0].numel())
         new = visits.ledger.empty_mirror(x.shape, x.dtype, x.device)
-        body, finite = codec.encode_onto_flagged(x, self._mirrors(keys, x.device), seed, visits.memory.gate, new)
-        return body, new, bool(finite)
+        _, flag = codec.encode_onto_flagged(x, self._mirrors(keys, x.device), seed, visits.memory.gate, new, into)
+        return new, flag if later else bool(flag)
 
     def _decode_group(
         self, warm: bool, keys: Sequence[Key], body: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed_of: SeedOf
@@ -140,13 +161,29 @@ class Rows:
 
     def _mirrors(self, keys: Sequence[Key], device: torch.device) -> Tensor:
         """float[rows, …]; a file store gives them on the CPU."""
-        found = [self.visits.ledger.read("h", key) for key in keys]
-        return torch.stack([h for h in found if h is not None]).to(device)
+        found = [h for h in (self.visits.ledger.read("h", key) for key in keys) if h is not None]
+        return (found[0][None] if len(found) == 1 else torch.stack(found)).to(device)
 
     def _keep(self, keys: Sequence[Key], new: Tensor, warm: bool) -> None:
         for key, row in zip(keys, new):
             self.visits.ledger.write("h", key, row)
             self.visits.stats.visit(warm)
+
+
+@contextmanager
+def _aligned(place: Tensor) -> Iterator[Tensor]:
+    """The place itself, or one from an address that kernels can write words to, copied there afterwards."""
+    if place.data_ptr() % 4 == 0:
+        yield place
+        return
+    other = torch.empty_like(place)
+    yield other
+    place.copy_(other)
+
+
+def _all(flags: Sequence[Tensor | bool]) -> Tensor | bool:
+    tensors = [flag for flag in flags if isinstance(flag, Tensor)]
+    return torch.stack(tensors).all() if tensors else all(flags)
 
 
 def _groups(warm: Sequence[bool]) -> Iterator[tuple[bool, list[int]]]:

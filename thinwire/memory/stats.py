@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -17,8 +19,21 @@ class Stats:
     nonfinite: int = 0
     rejected: int = 0
     rollbacks: int = 0
-    measured: int = 0
-    error_sum: float = 0.0
+    _measured: int = 0
+    _error_sum: float = 0.0
+    _later: list[Tensor] = field(default_factory=list, repr=False)  # of messages on a card: (error, size)
+
+    @property
+    def measured(self) -> int:
+        """Messages whose error was measured."""
+        self._look()
+        return self._measured
+
+    @property
+    def error_sum(self) -> float:
+        """Of ‖y − x‖/‖x‖ over them."""
+        self._look()
+        return self._error_sum
 
     @property
     def ratio(self) -> float:
@@ -45,7 +60,15 @@ class Stats:
         self.cold += not warm
 
     def measure(self, x: Tensor, y: Tensor) -> None:
-        scale = float(x.float().norm())
-        if scale > 0:
-            self.error_sum += float((y.float() - x.float()).norm()) / scale
-            self.measured += 1
+        pair = torch.stack(((y.float() - x.float()).norm(), x.float().norm()))
+        self._later.append(pair)
+        if not pair.is_cuda:
+            self._look()
+
+    def _look(self) -> None:
+        """Take what was measured, which on a card has to be waited for."""
+        pairs, self._later = self._later, []
+        for error, scale in torch.stack(pairs).tolist() if pairs else ():
+            if scale > 0 and math.isfinite(error):
+                self._error_sum += error / scale
+                self._measured += 1

@@ -50,7 +50,7 @@ class RamStore:
         """Round to the storage dtype."""
         shape = tuple(value.shape)
         if self.dtype == "int8":
-            return Entry(EIGHT_BIT.encode(value.float()), shape)
+            return Entry(EIGHT_BIT.encode_flagged(value.float())[0], shape)
         return Entry(value.to(self.mirror_dtype(value.dtype)), shape)
 
     def unpack(self, entry: Entry) -> Tensor:

@@ -28,21 +28,27 @@ class Visits:
         self.codec, self.memory, self.ledger, self.stats = codec, memory, ledger, stats
         self.measure_every = measure_every
 
-    def encode(self, key: Key, x: Tensor, seed: int) -> tuple[int, Tensor, bool]:
-        """(kind, body, finite); the state is moved only where all is finite."""
+    def encode(self, key: Key, x: Tensor, seed: int, into: Tensor, later: bool = False) -> tuple[int, Tensor | bool]:
+        """The body into `into`, uint8[body_bytes]: (kind, finite). The state is moved only where all is finite.
+
+        `later`: nobody looks. The state is moved in any case, to be rolled back by whoever reads the flag, and `finite`
+        is a 0-d tensor on x's device.
+        """
         if self.memory.cold_start:
-            return self._encode_delta(key, x, seed)
+            return self._encode_delta(key, x, seed, into, later)
         memory, work = self.memory, torch.promote_types(x.dtype, torch.float32)
         memory.check(self.codec, x.numel())
         value, e, h = x.to(work), self._residual(key, x), self.shift(key, x.to(work))
         u = memory.outgoing(value, e, h).to(x.dtype)
-        body, finite = self._encode_with_factor(key, u, seed)
-        refresh = memory.refreshes(seed)
-        if not finite:
-            return 0, torch.cat((body, EXACT.encode(torch.zeros_like(x)))) if refresh else body, False
+        refresh, cut = memory.refreshes(seed), self.codec.nbytes(x.shape, x.dtype)
+        body, finite = self._encode_with_factor(key, u, seed, into[:cut], later)
+        if not (later or finite):
+            return 0, False
         if memory.beta is not None or memory.mirrored or self._measures():
             self._learn(key, value, e, h, self.codec.decode(body, x.shape, x.dtype, seed).to(work), refresh)
-        return (REFRESH, torch.cat((body, EXACT.encode(x))), True) if refresh else (0, body, True)
+        if refresh:
+            EXACT.encode_flagged(x, into=into[cut:])
+        return REFRESH if refresh else 0, finite
 
     def _residual(self, key: Key, x: Tensor) -> Tensor | None:
         """e of a key; one of another shape (a short last batch) belongs to nothing that is sent now, and is dropped."""
@@ -93,14 +99,16 @@ class Visits:
             alpha = self.memory.alpha_for(self.codec, step.numel())
             self.ledger.write("h", key, self.memory.shifted(torch.zeros_like(step) if h is None else h, step, alpha))
 
-    def _encode_with_factor(self, key: Key, u: Tensor, seed: int) -> tuple[Tensor, bool]:
+    def _encode_with_factor(
+        self, key: Key, u: Tensor, seed: int, into: Tensor, later: bool
+    ) -> tuple[Tensor, Tensor | bool]:
         """(body, finite). Low rank is warm-started by the right factor of the key's last message."""
         if not isinstance(self.codec, LowRank):
-            body, finite = self.codec.encode_flagged(u, seed)
-            return body, bool(finite)
+            body, finite = self.codec.encode_flagged(u, seed, into)
+            return body, finite if later else bool(finite)
         if not bool(is_finite(u)):
-            return torch.zeros(self.codec.nbytes(u.shape, u.dtype), dtype=torch.uint8, device=u.device), False
-        body = self.codec.encode(u, seed, prev=self.ledger.read("q", key))
+            return into, False
+        body = into.copy_(self.codec.encode(u, seed, prev=self.ledger.read("q", key)))
         factor = self.codec.right_factor(body, tuple(u.shape), u.dtype)
         if factor is not None:
             self.ledger.write("q", key, factor.clone())
@@ -108,22 +116,24 @@ class Visits:
 
     # --- the delta against a mirror: cold start, gate, fused kernels
 
-    def _encode_delta(self, key: Key, x: Tensor, seed: int) -> tuple[int, Tensor, bool]:
+    def _encode_delta(self, key: Key, x: Tensor, seed: int, into: Tensor, later: bool) -> tuple[int, Tensor | bool]:
         h = self.ledger.read("h", key)
         warm = h is not None and h.shape == x.shape
         if h is None or not warm:
             codec = self.memory.cold or EXACT
-            body, finite = codec.encode_flagged(x, seed)
-            new = codec.decode(body, x.shape, x.dtype, seed) if bool(finite) else x
+            body, flag = codec.encode_flagged(x, seed, into)
+            finite = flag if later else bool(flag)
+            new = codec.decode(body, x.shape, x.dtype, seed) if later or finite else x
         else:
             self.memory.check(self.codec, x.numel())
             new = self.ledger.empty_mirror(x.shape, x.dtype, x.device)
-            body, finite = self.codec.encode_onto_flagged(x, h.to(x.device), seed, self.memory.gate, new)
-        if bool(finite):
+            _, flag = self.codec.encode_onto_flagged(x, h.to(x.device), seed, self.memory.gate, new, into)
+            finite = flag if later else bool(flag)
+        if later or finite:
             self.ledger.write("h", key, new)
             self.stats.visit(warm)
             self.measure(x, new)
-        return WARM if warm else 0, body, bool(finite)
+        return WARM if warm else 0, finite
 
     def _decode_delta(
         self, key: Key, warm: bool, body: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int

@@ -70,7 +70,7 @@ class Lane:
             return x.contiguous()
         channel, key = self._channel(part, index), self._key(part, index, tuple(x.shape))
         before = channel.stats.nonfinite
-        frame = channel.send(key, x, nonfinite="flag")
+        frame = channel.send(key, x, nonfinite="later")
         if channel.stats.nonfinite > before:
             self.faults.append(f"{self.name}, micro-batch {part.microbatch}: NaN or Inf")
         elif self.share is not None and part.coded:
@@ -91,7 +91,7 @@ class Lane:
         channel, key = self._channel(part, index), self._key(part, index, tuple(shape))
         before = channel.stats.nonfinite
         try:
-            y = channel.recv(key, frame, shape, dtype)
+            y = channel.recv(key, frame, shape, dtype, later=True)
         except ValueError as error:
             self.faults.append(str(error))
             self._lost += [(channel, k) for k in (key if isinstance(key, list) else [key])]
@@ -99,6 +99,14 @@ class Lane:
         if channel.stats.nonfinite > before:
             self.faults.append(f"{self.name}, micro-batch {part.microbatch}: NaN or Inf")
         return y
+
+    def settle(self) -> None:
+        """The step's end: faults of messages that nobody has looked at yet."""
+        for _, channel in self.channels():
+            for keys, foreign in channel.settle():
+                what = "frame is damaged, stale or foreign" if foreign else "NaN or Inf"
+                self.faults.append(f"{self.name}, {', '.join(map(str, keys))}: {what}")
+                self._lost += [(channel, key) for key in keys] if foreign else []
 
     def _key(self, part: Part, index: int, shape: tuple[int, ...]) -> Key | list[Key]:
         if not (part.coded and self.per_sample):

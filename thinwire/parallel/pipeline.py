@@ -137,6 +137,8 @@ class Pipeline:
     def _close(self) -> None:
         said = self.announced
         assert said is not None
+        for lane in self.lanes():
+            lane.settle()
         faults = [fault for lane in self.lanes() for fault in lane.faults]
         count = torch.tensor([len(faults)], device=self.device)
         if world(self.group)[0] > 1:

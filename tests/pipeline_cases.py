@@ -202,6 +202,35 @@ def unseen() -> list[str]:
         boundary.Channel = Channel  # type: ignore[misc]
 
 
+def overlapped() -> list[str]:
+    """Frames beside the computation: the same bits as torch's stage, equal mirrors, faults found and healed."""
+    ranks, _ = start()
+    wrong = []
+    for name in ("GPipe", "1F1B"):
+        for microbatches in fitting(name, ranks):
+            plain, ours = Run(name, microbatches, None), Run(name, microbatches, IDENTITY, overlap=True)
+            for step in range(3):
+                x, y = batch(2 * microbatches, step)
+                losses = [run.step(x, y) for run in (plain, ours)]
+                if losses[0] != losses[1] or not same(plain.gradients(), ours.gradients()):
+                    wrong.append(f"{name}, {microbatches} micro-batches, step {step}")
+        data = Data(24, 12)
+        run = Run(name, 12, DELTA, overlap=True)
+        train(run, data, range(3))
+        wrong += [f"{name}: mirrors of {where} differ" for where in mirrors_differ(run, list(range(24)))]
+        if total(run, "skips", "healed") != [0, 0]:
+            wrong.append(f"{name}: {total(run, 'skips', 'healed')} skips and healed")
+        flip(run, "forward 0→1")
+        ids, x, y = data.epoch(0)[0]
+        run.step(x, y, ids)
+        if not run.pipe.skipped:
+            wrong.append(f"{name}: a flipped bit was not rolled back")
+        run.step(x, y, ids)
+        if run.pipe.skipped or mirrors_differ(run, ids):
+            wrong.append(f"{name}: not healed")
+    return wrong
+
+
 def _nonfinite(run: Run, x: Tensor, y: Tensor, ids: list[int]) -> list[str]:
     before = remembered(run, ids)
     bad = x.clone()

@@ -25,7 +25,7 @@ CASES = {
     ],
     4: [
         ("identity", ()), ("mirrors", (16,)), ("shapes", ()), ("lazy_error", ()), ("faults", ()), ("replicas", ()),
-        ("unseen", ()),
+        ("unseen", ()), ("overlapped", ()),
     ],
 }  # fmt: skip
 WORDS = {

@@ -27,6 +27,7 @@ from thinwire.memory.store import Key
 from thinwire.parallel.announce import Announcement, Herald, Ids, Pair, sample_ids, swap_words
 from thinwire.parallel.boundary import Lane
 from thinwire.parallel.meet import Meeting, meet
+from thinwire.parallel.overlap import make_roads
 from thinwire.parallel.prefetch import Prefetch
 from thinwire.parallel.stage import CompressedStage, Spec
 from thinwire.parallel.tally import Tally, store_estimate
@@ -44,13 +45,13 @@ class Pipeline:
     `nonfinite`: gradients after a step that was rolled back. `evaluate`: uncompressed, or on the path of training;
     memory is left alone either way. `plan`: for when="critical". `scale` gives the loss scale of the step, so that
     residuals are kept in the gradient's own unit. `samples` in the data set: for the estimate of the stores' size,
-    which goes through `say` before the first step.
+    which goes through `say` before the first step. `overlap`: frames travel beside the computation (overlap.py).
     """
 
     def __init__(
         self, stages: Sequence[CompressedStage], *, nonfinite: str = "nan", evaluate: str = "exact",
         plan: Plan | None = None, scale: Callable[[], float] | None = None, samples: int | None = None,
-        say: Callable[[str], None] = logger.info,
+        say: Callable[[str], None] = logger.info, overlap: bool = False,
     ) -> None:  # fmt: skip
         if not stages:
             raise UsageError("a Pipeline takes the CompressedStages of this rank, at least one")
@@ -60,7 +61,7 @@ class Pipeline:
         self.stages = sorted(stages, key=lambda stage: stage.stage_index)
         self.group, self.device = stages[0].group, torch.device(stages[0].device)
         self.nonfinite, self.evaluate, self.plan = nonfinite, evaluate, plan or Plan()
-        self.scale, self.samples, self.say = scale or (lambda: 1.0), samples, say
+        self.scale, self.samples, self.say, self.overlap = scale or (lambda: 1.0), samples, say, overlap
         self.meeting: Meeting | None = None
         self.herald: Herald | None = None
         self.announced: Announcement | None = None
@@ -112,6 +113,8 @@ class Pipeline:
         """The first time, all ranks of the pipeline together."""
         if self.herald is None:
             self.meeting = meet(self.stages, self.group, self._options(), self.plan)
+            if self.overlap and world(self.group)[0] > 1:
+                self.stages[0].roads = make_roads(self.stages[0].stage_index, self.meeting.place, self.group)
             self.herald = Herald(self.group, self.meeting.place[0], self.device)
             self._warn_of_dropout()
         return self.herald
@@ -137,6 +140,8 @@ class Pipeline:
     def _close(self) -> None:
         said = self.announced
         assert said is not None
+        for road in (road for stage in self.stages for road in stage.roads.values()):
+            road.finish()
         for lane in self.lanes():
             lane.settle()
         faults = [fault for lane in self.lanes() for fault in lane.faults]
@@ -233,7 +238,12 @@ class Pipeline:
         return Tally.of(self.lanes(), self.steps, self.skips, self.healed)
 
     def _options(self) -> dict[str, str]:
-        return {"nonfinite": self.nonfinite, "evaluate": self.evaluate, "plan": repr(self.plan)}
+        return {
+            "nonfinite": self.nonfinite,
+            "evaluate": self.evaluate,
+            "plan": repr(self.plan),
+            "overlap": repr(self.overlap),
+        }
 
     def _estimate(self) -> None:
         """Once, after the first step: how large the stores will become."""

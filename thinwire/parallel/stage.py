@@ -25,6 +25,7 @@ from thinwire.errors import UsageError
 from thinwire.parallel.announce import Announcement, Ids
 from thinwire.parallel.boundary import Lane, Part
 from thinwire.parallel.dropout import seed_dropout
+from thinwire.parallel.overlap import AHEAD, Road
 from thinwire.parallel.when import Predicate
 from thinwire.wire import Wire
 
@@ -74,6 +75,7 @@ class CompressedStage(PipelineStage):
         self.pipeline: Any = None
         self.microbatches: int | None = None
         self.lanes = Lanes()
+        self.roads: dict[tuple[str, str], Road] = {}  # with overlap: frames travel on them, not on torch's operations
         self.predicates: dict[str, Predicate] = {}
         self.announced: Announcement | None = None
         self.coded = True  # False: this step's messages are exact
@@ -123,21 +125,13 @@ class CompressedStage(PipelineStage):
         return self._sends(ops, lane, "forward", fwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        ops, lane = super().get_fwd_recv_ops(fwd_chunk_id), self.lanes.forward_in
-        rows = self._rows(fwd_chunk_id)
-        shapes = []
-        for i, op in enumerate(ops):
-            row = tuple(op.tensor.shape[1:]) if self.rows_in is None else self.rows_in[i][0][1:]
-            shapes.append((op.tensor.shape[0] if rows is None else rows, *row))
-        return self._receives(ops, lane, "forward", fwd_chunk_id, shapes)
+        return self._receives(self.lanes.forward_in, "forward", fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._sends(super().get_bwd_send_ops(bwd_chunk_id), self.lanes.backward_out, "backward", bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        ops, lane = super().get_bwd_recv_ops(bwd_chunk_id), self.lanes.backward_in
-        shapes = [spec[0] for spec, grad in self._sent.get(bwd_chunk_id, ()) if grad]
-        return self._receives(ops, lane, "backward", bwd_chunk_id, shapes)
+        return self._receives(self.lanes.backward_in, "backward", bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, *more: Any, **kwargs: Any) -> Any:
         self._current = fwd_chunk_id
@@ -166,13 +160,41 @@ class CompressedStage(PipelineStage):
         if lane is None or self.announced is None:
             return ops
         part = self._part(way, chunk, self.stage_index)
-        return [_rebuilt(op, lane.send(part, i, op.tensor.detach())) for i, op in enumerate(ops)]
+        frames = [lane.send(part, i, op.tensor.detach()) for i, op in enumerate(ops)]
+        road = self.roads.get((way, "out"))
+        if road is None:
+            return [_rebuilt(op, frame) for op, frame in zip(ops, frames)]
+        road.send(frames)
+        return []
 
-    def _receives(
-        self, ops: list[dist.P2POp], lane: Lane | None, way: str, chunk: int, shapes: list[tuple[int, ...]]
-    ) -> list[dist.P2POp]:
+    def _receives(self, lane: Lane | None, way: str, chunk: int) -> list[dist.P2POp]:
+        ops, shapes = self._incoming(way, chunk)
         if lane is None or self.announced is None or (way == "backward" and not self.has_backward):
             return ops
+        road = self.roads.get((way, "in"))
+        if road is None:
+            arrivals = self._expect(lane, way, chunk, ops, shapes)
+            return [_rebuilt(op, arrival.frame) for op, arrival in zip(ops, arrivals)]
+        known = len(self._sent) if way == "backward" else self.microbatches or 0
+        while road.next < min(chunk + AHEAD, known):
+            at = road.next
+            road.post(at, [arrival.frame for arrival in self._expect(lane, way, at, *self._incoming(way, at))])
+        return []
+
+    def _incoming(self, way: str, chunk: int) -> tuple[list[dist.P2POp], list[tuple[int, ...]]]:
+        """Torch's own operations that receive a micro-batch, and the shapes that will come."""
+        if way == "backward":
+            shapes = [spec[0] for spec, grad in self._sent.get(chunk, ()) if grad]
+            return super().get_bwd_recv_ops(chunk), shapes
+        ops, rows, shapes = super().get_fwd_recv_ops(chunk), self._rows(chunk), []
+        for i, op in enumerate(ops):
+            row = tuple(op.tensor.shape[1:]) if self.rows_in is None else self.rows_in[i][0][1:]
+            shapes.append((op.tensor.shape[0] if rows is None else rows, *row))
+        return ops, shapes
+
+    def _expect(
+        self, lane: Lane, way: str, chunk: int, ops: list[dist.P2POp], shapes: list[tuple[int, ...]]
+    ) -> list[Arrival]:
         if len(ops) != len(shapes):
             raise UsageError(
                 f"stage {self.stage_index} declares gradients for {len(ops)} outputs, but {len(shapes)} need one"
@@ -183,13 +205,15 @@ class CompressedStage(PipelineStage):
             for i, (op, shape) in enumerate(zip(ops, shapes))
         ]
         self._arrivals[way, chunk] = arrivals
-        return [_rebuilt(op, arrival.frame) for op, arrival in zip(ops, arrivals)]
+        return arrivals
 
     def _decoded(self, lane: Lane | None, way: str, chunk: int) -> list[Tensor] | None:
         arrivals = self._arrivals.pop((way, chunk), None)
         if arrivals is None or lane is None:
             return None
         part = self._part(way, chunk, self.stage_index + (-1 if way == "forward" else 1))
+        if (way, "in") in self.roads:
+            self.roads[way, "in"].wait(chunk)
         with torch.no_grad():
             return [lane.recv(part, i, a.frame, a.shape, a.dtype) for i, a in enumerate(arrivals)]
 

@@ -1,0 +1,86 @@
+"""Frames beside the computation: every boundary and direction has a group of its own, and nobody waits to have sent.
+
+Torch's 1F1B waits for a rank's sends and receives before it computes on, all on one group: a slow link and the
+computation take turns, and so do the two directions. Here a frame is on its way as soon as it is encoded, receives are
+posted some micro-batches ahead, and only the decoding of a frame waits for that frame. The schedule's order of
+computation stays its own; it must ask for micro-batches in ascending order, as GPipe and 1F1B do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.collectives.base import subgroup, whole, world
+from thinwire.errors import UsageError
+
+AHEAD = 8  # micro-batches whose frames are waited for at a time
+WAYS = ("forward", "backward")
+
+
+@dataclass
+class Road:
+    """One boundary in one direction, as one of its ends sees it."""
+
+    group: Any
+    peer: int  # 0 or 1, its rank in the group
+    sent: list[dist.Work] = field(default_factory=list)
+    posted: dict[int, tuple[list[Tensor], list[dist.Work]]] = field(default_factory=dict)
+    next: int = 0  # the micro-batch to post
+
+    def send(self, frames: list[Tensor]) -> None:
+        self.sent += self._start(dist.isend, frames)
+
+    def post(self, chunk: int, frames: list[Tensor]) -> None:
+        """Buffers that the frames of a micro-batch will arrive in."""
+        if chunk != self.next:
+            raise UsageError(
+                f"overlap: this schedule asks for micro-batch {chunk} where {self.next} comes next: use overlap=False"
+            )
+        self.posted[chunk] = frames, self._start(dist.irecv, frames)
+        self.next += 1
+
+    def wait(self, chunk: int) -> list[Tensor]:
+        """The frames of a micro-batch, arrived (on a card: the current stream waits, the host does not)."""
+        frames, works = self.posted.pop(chunk)
+        for work in works:
+            work.wait()
+        return frames
+
+    def finish(self) -> None:
+        """The step's end: everything has been sent."""
+        sent, self.sent, self.next = self.sent, [], 0
+        for work in sent:
+            work.wait()
+        if self.posted:
+            raise RuntimeError(f"frames of micro-batches {sorted(self.posted)} were expected and never asked for")
+
+    def _start(self, operation: Any, frames: list[Tensor]) -> list[dist.Work]:
+        operations = [dist.P2POp(operation, frame, group=self.group, group_peer=self.peer) for frame in frames]
+        return dist.batch_isend_irecv(operations) if operations else []
+
+
+def make_roads(stage: int, place: dict[int, int], group: Any) -> dict[tuple[str, str], Road]:
+    """(way, "in" or "out") → road, of the only stage of this rank; called by all ranks of the pipeline together.
+
+    Every rank makes as many groups as the others, in the same order: of a boundary, or of itself alone.
+    """
+    size, rank = world(group)
+    if sorted(place.values()) != list(range(size)):
+        raise UsageError("overlap needs one stage a rank (GPipe or 1F1B): use overlap=False")
+    roads: dict[tuple[str, str], Road] = {}
+    for parity in (0, 1):
+        for way in WAYS:
+            left = stage if stage % 2 == parity else stage - 1
+            if left < 0 or left + 1 not in place:
+                subgroup([rank], whole(group))
+                continue
+            made = subgroup([place[left], place[left + 1]], whole(group))
+            outwards = (way == "forward") == (left == stage)
+            peer = place[left + 1] if left == stage else place[left]
+            ranks = dist.get_process_group_ranks(whole(group))
+            roads[way, "out" if outwards else "in"] = Road(made, dist.get_group_rank(made, ranks[peer]))
+    return roads

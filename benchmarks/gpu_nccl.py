@@ -33,6 +33,7 @@ from thinwire import memory as m
 from thinwire.channel import Channel
 from thinwire.collectives.base import gather
 from thinwire.parallel import compress_ddp
+from thinwire.parallel.overlap import run_ahead
 from thinwire.parallel.reducer import Reducer
 from thinwire.parallel.tied import TiedEmbedding
 
@@ -291,7 +292,7 @@ class Block(nn.Module):
 class Piped:
     """One pipeline of a schedule, with torch's stages where `wire` is None."""
 
-    def __init__(self, at: Context, name: str, microbatches: int, wire: Any) -> None:
+    def __init__(self, at: Context, name: str, microbatches: int, wire: Any, overlap: bool = False) -> None:
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -307,7 +308,7 @@ class Piped:
             else CompressedStage(Block(i).to(at.device), i, count, at.device, wire=wire)
             for i in mine
         ]
-        self.pipe = None if wire is None else Pipeline(self.stages)
+        self.pipe = None if wire is None else Pipeline(self.stages, overlap=overlap)
         kind: Any = get_schedule_class(name)
         self.schedule = kind(self.stages[0] if each == 1 else self.stages, microbatches, loss_fn=nn.functional.mse_loss)
         self.first, self.last, self.at = 0 in mine, count - 1 in mine, at
@@ -377,6 +378,24 @@ def delta(at: Context) -> Iterator[str]:
             yield f"{name}: loss {losses}"
         yield from _faults(at, run)
         run.pipe.close()
+
+
+def overlapped(at: Context) -> Iterator[str]:
+    """Frames on groups of their own, posted ahead, beside the computation: the bits of torch's stage, equal mirrors."""
+    for name in ("GPipe", "1F1B"):
+        runs = [Piped(at, name, 8, None), Piped(at, name, 8, "off", overlap=True)]
+        if name == "1F1B":
+            run_ahead(runs[1].schedule)
+        for step in range(3):
+            losses = [run.step(list(range(8)), batch(list(range(8 * step, 8 * step + 8)))) for run in runs]
+            if losses[0] != losses[1] or not all(same_bits(*pair) for pair in zip(*(r.gradients() for r in runs))):
+                yield f"{name}, step {step}: losses {losses}, or gradients, differ"
+    run = Piped(at, "1F1B", 8, AQ_3, overlap=True)
+    run_ahead(run.schedule)
+    for _ in range(3):
+        run.step(list(range(8)), batch(list(range(8))))
+    yield from run.mirrors_differ(list(range(8)))
+    yield from _faults(at, run)
 
 
 def _faults(at: Context, run: Piped) -> Iterator[str]:
@@ -469,9 +488,9 @@ def judge_training(folder: str) -> list[tuple[str, list[str]]]:
 
 CASES: dict[str, Callable[[Context], Iterator[str]]] = {
     "codecs": codecs, "memories": memories, "collectives": collectives, "reducer": reducers, "ddp": ddp, "tied": tied,
-    "identity": identity, "delta": delta,
+    "identity": identity, "delta": delta, "overlapped": overlapped,
 }  # fmt: skip
-ON_NCCL_ALONE = ("collectives", "reducer", "ddp", "tied", "identity", "delta")
+ON_NCCL_ALONE = ("collectives", "reducer", "ddp", "tied", "identity", "delta", "overlapped")
 
 
 def cases(tell: Callable[[Any], None], device: str, backend: str, names: list[str]) -> None:

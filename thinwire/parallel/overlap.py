@@ -84,3 +84,16 @@ def make_roads(stage: int, place: dict[int, int], group: Any) -> dict[tuple[str,
             ranks = dist.get_process_group_ranks(whole(group))
             roads[way, "out" if outwards else "in"] = Road(made, dist.get_group_rank(made, ranks[peer]))
     return roads
+
+
+def run_ahead(schedule: Any, depth: int = 2) -> None:
+    """Let torch's 1F1B begin more micro-batches before the first backward, so that transfers have time to hide.
+
+    Stage s has w_s micro-batches in flight. For the gradient of one to be back when its turn comes, a cycle must last
+    T ≥ (f + b + τ_f + τ_b) / (w_s − w_{s+1}): forward, backward and both transfers. Torch's w_s = S − s makes them take
+    turns; w_s = depth·(S − 1 − s) + 1 with depth 2 hides whichever is shorter, for as many more activations kept.
+    """
+    if depth < 1 or not hasattr(schedule, "_stage"):
+        raise UsageError(f"run_ahead takes a 1F1B schedule of one stage and a depth from 1, not {schedule}, {depth}")
+    stage = schedule._stage
+    schedule._num_stages = stage.stage_index + depth * (stage.num_stages - 1 - stage.stage_index) + 1

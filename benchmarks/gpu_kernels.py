@@ -120,13 +120,16 @@ def once(call: Callable) -> float:
     return start.elapsed_time(end)
 
 
-def time_all(device: str) -> dict:
+def time_all(device: str, match: str = "") -> dict:
+    """All rows whose name holds `match`."""
     data = torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device=device)
     copy = 2 * SIZE / median(data.clone) / 1e6
     print(f"device-to-device copy: {copy:.0f} GB/s")
     print(f"{'kernel':30}{'dtype':>9}{'ms':>8}{'GB/s':>7}{'of copy':>9}{'goal':>6}{'eager ms':>10}{'compiled':>10}")
     table = []
     for dtype, row in rows(device):
+        if match not in row.name:
+            continue
         ms = median(row.kernel)
         line = {"kernel": row.name, "dtype": dtype, "ms": ms, "GB/s": row.moved / ms / 1e6}
         line["of_copy"], line["goal"] = line["GB/s"] / copy, GOALS.get(row.name)

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+PATHS = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path[:0] = PATHS
 PRELOAD = ["torch", "torch.distributed.pipelining", "thinwire.parallel.pipeline", "thinwire.parallel.ddp"]
 KERNELS = ("bits", "checksum", "delta", "hadamard", "indices", "quantize", "select", "sign", "ternary")
 BOTH = "cpu:gloo,cuda:nccl"

@@ -1,7 +1,7 @@
 """Selection in Triton: compaction in index order. Only `select` waits for the card.
 
 x is read once, to mark: a bit a value, and a count a tile. Then each tile's place in the output is known, the number
-of entries before it: the marks, a small share of x's size, become indices, and those fetch the values.
+of entries before it: the marks, a small share of x's size, become indices, and the same program fetches their values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["histogram", "kth_magnitude", "scatter_add", "select", "select_into",
 
 SIZE, MARK_WARPS = 8192, 8  # values a program marks, or entries it adds
 TILE, PLACE_WARPS = 16384, 1  # values whose entries a program places; SIZE divides TILE
-FETCH, FETCH_WARPS = 256, 4  # values a program fetches
+PAD = 4096  # places left over that a program fills
 GROUP = 256  # tiles counted together: a program adds up the groups before its own, then the tiles before it
 
 
@@ -92,10 +92,11 @@ def _ranked(marks, counts, tile, n, count, TILE: tl.constexpr, GROUP: tl.constex
 
 @triton.jit(do_not_specialize=["n", "room", "count"])
 def _place(
-    marks, counts, limit, index, found, n, room, count,
+    marks, counts, limit, x, index, values, found, n, room, count,
     TIES: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Indices of the first `room` entries: all that are marked and, with TIES, the first limit[1] of the second row."""
+    """Indices and values of the first `room` entries: all that are marked and, with TIES, the first limit[1] of the
+    second row."""
     tile = tl.program_id(0).to(tl.int64)
     words, ones, rank, before = _ranked(marks, counts, tile, n, count, TILE, GROUP)
     if tile == count - 1:
@@ -117,22 +118,21 @@ def _place(
             tie = (equal & bit) != 0
             taken = taken & ((ties < left) | (tie == 0))
             ties += tie.to(tl.int32)
-        position = first + ((bits_of(bit.to(tl.float32)) >> 23) - 127)
-        tl.store(index + before + rank, tile * TILE + position, mask=taken & (rank < free))
+        place = tile * TILE + first + ((bits_of(bit.to(tl.float32)) >> 23) - 127)
+        taken_here = taken & (rank < free)
+        tl.store(index + before + rank, place, mask=taken_here)
+        tl.store(values + before + rank, tl.load(x + place, mask=taken_here, other=0), mask=taken_here)
         rank += taken.to(tl.int32)
         words = words ^ bit
 
 
 @triton.jit(do_not_specialize=["room"])
-def _fetch(x, index, values, found, room, PAD: tl.constexpr, SIZE: tl.constexpr):
-    """values = x[index]; with PAD: index −1 and value 0 from entry `found` on."""
+def _pad(index, values, found, room, SIZE: tl.constexpr):
+    """Index −1 and value 0 from entry `found` on."""
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    used = place < room
-    if PAD:
-        used = used & (place < tl.load(found))
-        tl.store(index + place, place * 0 - 1, mask=(place < room) & (used == 0))
-    here = tl.load(index + place, mask=used, other=0)
-    tl.store(values + place, tl.load(x + here, mask=used, other=0), mask=place < room)
+    left = (place >= tl.load(found)) & (place < room)
+    tl.store(index + place, place * 0 - 1, mask=left)
+    tl.store(values + place, tl.zeros([SIZE], values.dtype.element_ty), mask=left)
 
 
 @triton.jit(do_not_specialize=["n", "k"])
@@ -203,8 +203,9 @@ def _written(x, marked, limit, index, values, ties=False, pad=False):
     n, room, count = x.numel(), index.numel(), _tiles(x)
     found = torch.zeros((), dtype=torch.int64, device=x.device)
     constants = {"TIES": ties, "TILE": TILE, "GROUP": GROUP}
-    launch(_place, count, *marked, limit, index, found, n, room, count, **constants, warps=PLACE_WARPS)
-    launch(_fetch, triton.cdiv(room, FETCH), x, index, values, found, room, PAD=pad, SIZE=FETCH, warps=FETCH_WARPS)
+    launch(_place, count, *marked, limit, x, index, values, found, n, room, count, **constants, warps=PLACE_WARPS)
+    if pad:
+        launch(_pad, triton.cdiv(room, PAD), index, values, found, room, SIZE=PAD)
     return found
 
 

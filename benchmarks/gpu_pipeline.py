@@ -1,0 +1,313 @@
+"""Section `pipeline` of gpu.py: a model of GPT2-XL's size in four stages, over links of several rates.
+
+48 layers of width 1600, sequences of 1024, micro-batches of one, 32 a step; weights in bfloat16, what crosses a
+boundary in float32. Four NCCL ranks share the card (through its multi-process service, where that is there), each on a host of
+the lab with a shaped link of its own. So computing takes about four times as long as on four cards: rates of a quarter
+stand beside the full ones. A step is forward, backward and AdamW on samples that have been seen before (warm).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gpu_ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from thinwire.lab import Network
+from thinwire.parallel.overlap import run_ahead
+from thinwire.parallel.pipeline import Pipeline
+from thinwire.parallel.stage import CompressedStage
+from thinwire.units import parse_rate
+
+RANKS = 4
+PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.parallel.pipeline")
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int = 48
+    width: int = 1600
+    heads: int = 25
+    length: int = 1024
+    vocabulary: int = 50257
+    microbatches: int = 32
+
+
+def quantize(bits: int, **more: Any) -> dict[str, Any]:
+    return {"codec": "quantize", "bits": bits, **more}
+
+
+def delta(bits: int, cold: dict[str, Any] | None) -> dict[str, Any]:
+    return quantize(bits, memory={"memory": "delta"} | ({} if cold is None else {"cold": cold}))
+
+
+WIRES: dict[str, Any] = {
+    "fp32, torch": None,
+    "fp32": "off",
+    "bf16": {"forward": {"codec": "cast", "to": "bf16"}, "backward": {"codec": "cast", "to": "bf16"}},
+    "AQ 4/8": {"forward": delta(4, None), "backward": quantize(8)},
+    "AQ 3/6": {"forward": delta(3, None), "backward": quantize(6)},
+    "ours 3/3": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
+    "ours 3/3, torch's order": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
+}
+IN_TURN = ("fp32, torch", "ours 3/3, torch's order")  # torch's own order of sending and computing
+ALL, THIN = tuple(WIRES), ("AQ 4/8", "AQ 3/6", "ours 3/3")
+CELLS: list[tuple[str, tuple[str, ...]]] = [  # in order of worth: the last are left out where time is short
+    ("unlimited", ALL), ("10gbit", ALL[1:]), ("1gbit", ALL), ("100mbit", (*THIN, "bf16")), ("300mbit", ALL[1:]),
+    ("500mbit", ALL[1:]), ("250mbit", ALL[1:6]), ("75mbit", THIN), ("125mbit", THIN), ("2500mbit", ALL[1:6]),
+    ("25mbit", ("ours 3/3", "AQ 3/6")), ("100mbit", ("fp32",)),
+]  # fmt: skip
+
+
+class Layer(nn.Module):
+    """float32[rows, length, width] → the same; computed in bfloat16."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        w, self.heads = size.width, size.heads
+        self.first, self.second = nn.LayerNorm(w, dtype=BF16), nn.LayerNorm(w, dtype=BF16)
+        self.attend, self.merge = nn.Linear(w, 3 * w, dtype=BF16), nn.Linear(w, w, dtype=BF16)
+        self.wide, self.narrow = nn.Linear(w, 4 * w, dtype=BF16), nn.Linear(4 * w, w, dtype=BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        parts = self.attend(self.first(x.to(BF16))).view(rows, length, 3, self.heads, width // self.heads)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.merge(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.narrow(nn.functional.gelu(self.wide(self.second(x.to(BF16))), approximate="tanh"))
+
+
+class Embed(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens, self.places = (nn.Embedding(n, size.width, dtype=BF16) for n in (size.vocabulary, size.length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.tokens(x) + self.places.weight[: x.shape[1]]).float()
+
+
+class Head(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size.width, dtype=BF16)
+        self.out = nn.Linear(size.width, size.vocabulary, bias=False, dtype=BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x.to(BF16)))
+
+
+def stage_of(size: Size, rank: int, ranks: int, device: torch.device) -> nn.Module:
+    torch.manual_seed(rank)
+    with device:
+        parts: list[nn.Module] = [Embed(size)] if rank == 0 else []
+        parts += [Layer(size) for _ in range(size.layers // ranks)]
+        parts += [Head(size)] if rank == ranks - 1 else []
+    return nn.Sequential(*parts)
+
+
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), target.flatten())
+
+
+class Run:
+    """One way of sending, around the stage that all of them share."""
+
+    def __init__(self, name: str, module: nn.Module, size: Size, device: torch.device) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.first, self.last, self.size, self.pipe = rank == 0, rank == ranks - 1, size, None
+        if WIRES[name] is None:
+            self.stage: Any = PipelineStage(module, rank, ranks, device)
+        else:
+            self.stage = CompressedStage(module, rank, ranks, device, wire=WIRES[name])
+            self.pipe = Pipeline([self.stage], overlap=name not in IN_TURN)
+        self.schedule = Schedule1F1B(self.stage, size.microbatches, loss_fn=loss_of)
+        if name not in IN_TURN:
+            run_ahead(self.schedule)
+        g = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, size.vocabulary, (size.microbatches, size.length + 1), generator=g).to(device)
+        self.x, self.y = tokens[:, :-1], tokens[:, 1:]
+
+    def step(self, optimiser: torch.optim.Optimizer) -> None:
+        optimiser.zero_grad()
+        given, target = (self.x,) if self.first else (), {"target": self.y} if self.last else {}
+        if self.pipe is None:
+            self.schedule.step(*given, **target)
+        else:
+            with self.pipe.step(ids=list(range(self.size.microbatches)) if self.first else None):
+                self.schedule.step(*given, **target)
+            assert not self.pipe.skipped
+        optimiser.step()
+
+    def sent(self) -> int:
+        """Payload bytes this rank has sent so far; torch's own stage sends float32 both ways."""
+        return 0 if self.pipe is None else self.pipe.stats.forward_bytes + self.pipe.stats.backward_bytes
+
+
+class Asker:
+    """A rank's side of changing the links' rates: rank 0 asks the launcher by files, everybody waits."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.asked = Path(folder), 0
+
+    def rate(self, rate: str) -> None:
+        self.asked += 1
+        if dist.get_rank() == 0:
+            part = self.folder / "part"
+            part.write_text(rate)
+            part.rename(self.folder / f"ask-{self.asked}")
+            while not (self.folder / f"done-{self.asked}").exists():
+                time.sleep(0.005)
+        meet()
+
+
+def meet(value: float = 0.0) -> float:
+    """All ranks, by Gloo; the largest value."""
+    largest = torch.tensor([value])
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def timed(run: Run, optimiser: torch.optim.Optimizer, steps: int, device: torch.device) -> float:
+    finish = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    finish()
+    meet()
+    began = time.perf_counter()
+    for _ in range(steps):
+        run.step(optimiser)
+    finish()
+    return meet(time.perf_counter() - began) / steps
+
+
+def rank_main(device_name: str, folder: str, size: Size, cells: Any, seconds: float) -> list[dict[str, Any]]:
+    began = time.monotonic()
+    device = gpu_ranks.join(device_name, seconds=120.0)
+    asker, rank = Asker(folder), dist.get_rank()
+    module = stage_of(size, rank, dist.get_world_size(), device)
+    fused = {"fused": True} if device.type == "cuda" else {}
+    optimiser = torch.optim.AdamW(module.parameters(), lr=1e-5, **fused)
+    runs, sent, table = {}, {}, []
+    for name in dict.fromkeys(name for _, names in cells for name in names):  # cold, then warm, on links without limit
+        runs[name] = Run(name, module, size, device)
+        took = [timed(runs[name], optimiser, 1, device) for _ in range(2)]
+        before = runs[name].sent()
+        took.append(timed(runs[name], optimiser, 1, device))
+        sent[name] = int(meet(runs[name].sent() - before)) or int(meet(_plain_bytes(size, rank)))
+        if rank == 0:
+            print(f"warm-up of {name}: {[round(t, 2) for t in took]} s, {sent[name] / 1e6:.1f} MB", flush=True)
+    unshaped = {}
+    for rate, names in cells:
+        asker.rate(rate)
+        bits = parse_rate(rate)
+        for name in names:
+            floor = sent[name] * 8 / bits if bits else 0.0
+            guess = max(unshaped.get(name, 1.0), floor) * (1.5 if name not in IN_TURN else 2.5)
+            if meet(time.monotonic() - began) + guess > seconds:
+                continue
+            steps = 3 if guess < 3 else 1
+            took = timed(runs[name], optimiser, steps, device)
+            if rate == "unlimited":
+                unshaped[name] = took
+            bound = max(unshaped.get(name, 0.0), floor)
+            row = {
+                "rate": rate, "method": name, "step_s": took, "sequences/s": size.microbatches / took,
+                "bytes": sent[name], "floor_s": floor, "of_bound": took / bound if bound else None, "steps": steps,
+            }  # fmt: skip
+            table.append(row)
+            if rank == 0:
+                print("row " + json.dumps(row), flush=True)
+    asker.rate("unlimited")
+    if device.type == "cuda" and "ours 3/3" in runs:
+        table += profile(runs["ours 3/3"], optimiser, rank)
+    return table
+
+
+def _plain_bytes(size: Size, rank: int) -> float:
+    ways = 2 if 0 < rank < dist.get_world_size() - 1 else 1
+    return float(ways * size.microbatches * size.length * size.width * 4)
+
+
+def profile(run: Run, optimiser: torch.optim.Optimizer, rank: int) -> list[dict[str, Any]]:
+    """Where the second rank's card time goes in one step, unshaped."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run.step(optimiser)
+        torch.cuda.synchronize()
+    groups = {"nccl": 0.0, "codec": 0.0, "rest": 0.0}
+    for event in seen.key_averages():
+        name = event.key
+        kind = "nccl" if "nccl" in name.lower() else "codec" if name.startswith("_") else "rest"
+        groups[kind] += event.device_time_total / 1e6
+    return [{"profile": groups}] if rank == 1 else []
+
+
+@contextmanager
+def shared_card(device: str) -> Iterator[bool]:
+    """CUDA's multi-process service, where it is there: kernels of several ranks run at once, not in time slices."""
+    control = shutil.which("nvidia-cuda-mps-control") if device == "cuda" else None
+    on = control is not None and subprocess.run([control, "-d"]).returncode == 0
+    try:
+        yield on
+    finally:
+        if on:
+            subprocess.run([control], input="quit\n", text=True)
+
+
+def on_links(function: Callable[..., Any], ranks: int, device: str, seconds: float, *arguments: Any) -> Any:
+    """function(device, folder, *arguments, seconds) on hosts of the lab, whose links' rates it may ask to change."""
+    folder, served = Path(tempfile.mkdtemp()), 0
+    with Network(hosts=ranks, preload=PRELOAD) as net:
+        extra = {
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+            "NCCL_NVLS_ENABLE": "0",
+            "PYTHONPATH": os.pathsep.join(gpu_ranks.PATHS),
+        }
+        job = net.start(function, device, str(folder), *arguments, seconds, env=extra, echo=True)
+        while not job.watch(0.02):
+            ask = folder / f"ask-{served + 1}"
+            if ask.exists():
+                served += 1
+                for host in net.hosts:
+                    net.set_rate(host.name, ask.read_text())
+                (folder / f"done-{served}").touch()
+            if job.seconds > seconds + 60:
+                job.stop()
+                break
+        return list(job.results())
+
+
+def measure(
+    device: str = "cuda", seconds: float = 300.0, size: Size | None = None, cells: Any = None
+) -> dict[str, Any]:
+    size = size or Size()
+    with shared_card(device) as shared:
+        tables = on_links(rank_main, RANKS, device, seconds, size, cells or CELLS)
+    rows = [row for row in tables[0] if "rate" in row]
+    found = next((row["profile"] for table in tables for row in table if "profile" in row), None)
+    print(f"{'rate':>10} {'method':24}{'s a step':>9}{'seq/s':>8}{'MB':>8}{'× bound':>9}")
+    for row in rows:
+        bound = f"{row['of_bound']:.2f}" if row["of_bound"] else ""
+        print(f"{row['rate']:>10} {row['method']:24}{row['step_s']:9.2f}{row['sequences/s']:8.1f}"
+              f"{row['bytes'] / 1e6:8.1f}{bound:>9}")  # fmt: skip
+    print("profile of rank 1, unshaped:", found)
+    return {"multi-process service": shared, "rows": rows, "profile": found}
+
+
+if __name__ == "__main__":  # a trial on the CPU
+    small = Size(layers=4, width=128, heads=2, length=128, vocabulary=100, microbatches=16)
+    measure("cpu", 60.0, small, [("unlimited", ALL), ("100mbit", ALL), ("20mbit", ALL[1:6])])

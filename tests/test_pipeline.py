@@ -22,6 +22,7 @@ CASES = {
         ("identity", ()), ("mirrors", (200,)), ("shapes", ()), ("faults", ()), ("lazy_error", ()), ("auto", ()),
         ("resume", (True,)), ("resume", (False,)), ("evaluation", ()), ("complaints", ()), ("dropout", ()),
         ("file_stores", ()), ("repeats", ()), ("half_precision", ()), ("loss_scale", ()), ("told", ()),
+        ("early_receives", ()),
     ],
     4: [
         ("identity", ()), ("mirrors", (16,)), ("shapes", ()), ("lazy_error", ()), ("faults", ()), ("replicas", ()),

@@ -15,6 +15,7 @@ from thinwire import memory as m
 from thinwire.cli import main
 from thinwire.errors import UsageError
 from thinwire.memory.store import FileStore
+from thinwire.parallel import early
 from thinwire.parallel.announce import Announcement, Herald, sample_ids
 from thinwire.parallel.bench_pipeline_modes import MODES, predicted_bytes
 from thinwire.parallel.boundary import Lane, Part
@@ -85,6 +86,17 @@ def test_when_mistakes():
         predicate("critical", Traffic.FORWARD, Plan(), 2, 2, 2)
     with pytest.raises(UsageError, match="in full at random"):
         Lane(Link(c.Quantize(4), m.RandDiana(0.5)), "forward 0→1", "send", 0)
+
+
+def test_tags_are_each_message_s_own():
+    """Within a step, and against the steps before: what a failed step has posted must never match."""
+    places = [
+        (way, sender, chunk, index)
+        for way in early.WAYS for sender in range(4) for chunk in range(8) for index in range(2)
+    ]  # fmt: skip
+    tags = {early.tag(*place, step, 4, 8) for place in places for step in range(2**31, 2**31 + 300)}
+    assert len(tags) == len(places) * 300 and min(tags) > 0 and max(tags) < 2**31
+    assert early.tag("forward", 0, 0, 16, 0, 4, 8) == early.tag("forward", 0, 0, 0, 0, 2048, 2048) == 0
 
 
 # --- lazy error

@@ -6,6 +6,7 @@ neighbour is named with it, on every rank. Then the lanes to neighbours on other
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ class Card:
     inputs: tuple[str, ...] | None  # declared shapes and dtypes
     outputs: tuple[str, ...] | None
     dropout: list[str]
+    first_tag: int  # of the pipeline's messages; stage 0's word counts
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def meet(stages: Sequence[CompressedStage], group: Any, options: dict[str, str],
         _compare(index, cards[index], cards[index + 1])
     remote = []
     for stage in stages:
-        stage.lanes = _lanes(stage, place, rank)
+        stage.lanes, stage.first_tag = _lanes(stage, place, rank), cards[0].first_tag
         remote += _forward_lanes(stage, place)
         for traffic, link in ((Traffic.FORWARD, stage.wire.forward), (Traffic.BACKWARD, stage.wire.backward)):
             stage.predicates[str(traffic)] = _predicate(link, traffic, plan, size, stage)
@@ -78,7 +80,8 @@ def _card(stage: CompressedStage, options: dict[str, str]) -> Card:
                 config[f"{way}.when for stage {s}"] = "".join(chosen)
     dropout = find_dropout(stage.submod) if stage.dropout != "ignore" and stage.submod.training else []
     inputs, outputs = stage.declared
-    return Card(stage.num_stages, config | options | {"seed": repr(stage.seed)}, inputs, outputs, dropout)
+    start = int.from_bytes(os.urandom(4), "little")
+    return Card(stage.num_stages, config | options | {"seed": repr(stage.seed)}, inputs, outputs, dropout, start)
 
 
 def _placed(everyone: list[dict[int, Card]]) -> tuple[dict[int, Card], dict[int, int]]:

@@ -108,6 +108,9 @@ class Pipeline:
         self._rescale(train)
         if coded and said.ids is not None:
             self._agree(said.ids)
+        if train:
+            for stage in self.stages:
+                stage.post_receives()
 
     def _meet(self) -> Herald:
         """The first time, all ranks of the pipeline together."""
@@ -163,6 +166,7 @@ class Pipeline:
         self.announced = None
         for stage in self.stages:
             stage.announced = None
+            stage.early.drop()
         if keep:
             self._estimate()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from thinwire.errors import UsageError
 from thinwire.parallel.announce import Announcement, Ids
 from thinwire.parallel.boundary import Lane, Part
 from thinwire.parallel.dropout import seed_dropout
+from thinwire.parallel.early import Arrival, Early, tag
 from thinwire.parallel.overlap import AHEAD, Road
 from thinwire.parallel.when import Predicate
 from thinwire.wire import Wire
@@ -44,15 +46,6 @@ class Lanes:
 
     def all(self) -> list[Lane]:
         return [lane for lane in vars(self).values() if lane is not None]
-
-
-@dataclass
-class Arrival:
-    """A receive under way: the frame's buffer, and what it will be decoded to."""
-
-    frame: Tensor
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class CompressedStage(PipelineStage):
@@ -81,6 +74,7 @@ class CompressedStage(PipelineStage):
         self.coded = True  # False: this step's messages are exact
         self.rows_in: list[Spec] | None = None  # of this step's inputs, where they differ from the last step's
         self.root_inputs: dict[int, list[Spec]] = {}  # by micro-batch, of the last step
+        self.early, self.first_tag = Early(), 0
         self._arrivals: dict[tuple[str, int], list[Arrival]] = {}
         self._sent: dict[int, list[tuple[Spec, bool]]] = {}
         self._current: int | None = None
@@ -163,7 +157,7 @@ class CompressedStage(PipelineStage):
         frames = [lane.send(part, i, op.tensor.detach()) for i, op in enumerate(ops)]
         road = self.roads.get((way, "out"))
         if road is None:
-            return [_rebuilt(op, frame) for op, frame in zip(ops, frames)]
+            return [_rebuilt(op, frame, self._tag(way, chunk, i)) for i, (op, frame) in enumerate(zip(ops, frames))]
         road.send(frames)
         return []
 
@@ -172,14 +166,27 @@ class CompressedStage(PipelineStage):
         if lane is None or self.announced is None or (way == "backward" and not self.has_backward):
             return ops
         road = self.roads.get((way, "in"))
-        if road is None:
-            arrivals = self._expect(lane, way, chunk, ops, shapes)
-            return [_rebuilt(op, arrival.frame) for op, arrival in zip(ops, arrivals)]
-        known = len(self._sent) if way == "backward" else self.microbatches or 0
-        while road.next < min(chunk + AHEAD, known):
-            at = road.next
-            road.post(at, [arrival.frame for arrival in self._expect(lane, way, at, *self._incoming(way, at))])
-        return []
+        if road is not None:
+            known = len(self._sent) if way == "backward" else self.microbatches or 0
+            while road.next < min(chunk + AHEAD, known):
+                at = road.next
+                road.post(at, [arrival.frame for arrival in self._await(way, at, *self._incoming(way, at))])
+            return []
+        if self.announced.train:
+            self.early.note(way, chunk, ops, shapes, self._sizes())
+        arrivals = self.early.take(way, chunk, shapes)
+        if arrivals is not None:
+            self._arrivals[way, chunk] = arrivals
+            return []
+        return [
+            _rebuilt(op, arrival.frame, self._tag(way, chunk, i, received=True))
+            for i, (op, arrival) in enumerate(zip(ops, self._await(way, chunk, ops, shapes)))
+        ]
+
+    def post_receives(self) -> None:
+        """All of the step's, where their sizes are known: before anything is sent."""
+        if self.rows_in is None and not self.roads:
+            self.early.post(self._sizes(), self._expect, partial(self._tag, received=True))
 
     def _incoming(self, way: str, chunk: int) -> tuple[list[dist.P2POp], list[tuple[int, ...]]]:
         """Torch's own operations that receive a micro-batch, and the shapes that will come."""
@@ -192,28 +199,47 @@ class CompressedStage(PipelineStage):
             shapes.append((op.tensor.shape[0] if rows is None else rows, *row))
         return ops, shapes
 
-    def _expect(
-        self, lane: Lane, way: str, chunk: int, ops: list[dist.P2POp], shapes: list[tuple[int, ...]]
-    ) -> list[Arrival]:
+    def _await(self, way: str, chunk: int, ops: list[dist.P2POp], shapes: list[tuple[int, ...]]) -> list[Arrival]:
+        """Empty frames for what will come, from now on waited for."""
         if len(ops) != len(shapes):
             raise UsageError(
                 f"stage {self.stage_index} declares gradients for {len(ops)} outputs, but {len(shapes)} need one"
             )
-        part = self._part(way, chunk, self.stage_index + (-1 if way == "forward" else 1))
-        arrivals = [
-            Arrival(lane.expect(part, i, shape, op.tensor), shape, op.tensor.dtype)
+        self._arrivals[way, chunk] = [
+            Arrival(self._expect(way, chunk, i, shape, op.tensor), shape, op.tensor.dtype)
             for i, (op, shape) in enumerate(zip(ops, shapes))
         ]
-        self._arrivals[way, chunk] = arrivals
-        return arrivals
+        return self._arrivals[way, chunk]
+
+    def _expect(self, way: str, chunk: int, index: int, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """The empty frame of a message that will come."""
+        lane = self.lanes.forward_in if way == "forward" else self.lanes.backward_in
+        assert lane is not None
+        return lane.expect(self._part(way, chunk, self._sender(way)), index, shape, like)
+
+    def _sender(self, way: str) -> int:
+        """The stage whose messages come in from that direction."""
+        return self.stage_index + (-1 if way == "forward" else 1)
+
+    def _tag(self, way: str, chunk: int, index: int, received: bool = False) -> int:
+        """0 on CUDA: NCCL matches by order."""
+        if torch.device(self.device).type != "cpu":
+            return 0
+        assert self.announced is not None and self.microbatches is not None
+        sender = self._sender(way) if received else self.stage_index
+        step = self.first_tag + self.announced.step
+        return tag(way, sender, chunk, index, step, self.num_stages, self.microbatches)
 
     def _decoded(self, lane: Lane | None, way: str, chunk: int) -> list[Tensor] | None:
         arrivals = self._arrivals.pop((way, chunk), None)
         if arrivals is None or lane is None:
             return None
-        part = self._part(way, chunk, self.stage_index + (-1 if way == "forward" else 1))
+        part = self._part(way, chunk, self._sender(way))
         if (way, "in") in self.roads:
             self.roads[way, "in"].wait(chunk)
+        for arrival in arrivals:
+            if arrival.work is not None:
+                arrival.work.wait()
         with torch.no_grad():
             return [lane.recv(part, i, a.frame, a.shape, a.dtype) for i, a in enumerate(arrivals)]
 
@@ -222,8 +248,11 @@ class CompressedStage(PipelineStage):
         coded = self.coded and self.predicates[way](sender, chunk)
         return Part(chunk, self.announced.ids_of(chunk, self.microbatches), coded)
 
+    def _sizes(self) -> list[int] | None:
+        return self.announced.sizes(self.microbatches) if self.announced and self.microbatches else None
+
     def _rows(self, chunk: int) -> int | None:
-        sizes = self.announced.sizes(self.microbatches) if self.announced and self.microbatches else None
+        sizes = self._sizes()
         return None if sizes is None else sizes[chunk]
 
     def _check_batch(self, args: Any, chunk: int) -> None:
@@ -266,5 +295,5 @@ def _shapes(declared: Tensor | tuple[Tensor, ...] | None) -> tuple[str, ...] | N
     return tuple(f"{tuple(t.shape)} {t.dtype}" for t in tensors)
 
 
-def _rebuilt(op: dist.P2POp, payload: Tensor) -> dist.P2POp:
-    return dist.P2POp(op.op, payload, op.peer, op.group)
+def _rebuilt(op: dist.P2POp, payload: Tensor, tag: int) -> dist.P2POp:
+    return dist.P2POp(op.op, payload, op.peer, op.group, tag)

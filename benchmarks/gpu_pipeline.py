@@ -1,9 +1,9 @@
 """Section `pipeline` of gpu.py: a model of GPT2-XL's size in four stages, over links of several rates.
 
 48 layers of width 1600, sequences of 1024, micro-batches of one, 32 a step; weights in bfloat16, what crosses a
-boundary in float32. Four NCCL ranks share the card (through its multi-process service, where that is there), each on a host of
-the lab with a shaped link of its own. So computing takes about four times as long as on four cards: rates of a quarter
-stand beside the full ones. A step is forward, backward and AdamW on samples that have been seen before (warm).
+boundary in float32. Four NCCL ranks share the card (through its multi-process service, where that is there), each on a
+host of the lab with a shaped link of its own. So computing takes about four times as long as on four cards: rates of a
+quarter stand beside the full ones. A step is forward, backward and AdamW on samples seen before (warm).
 """
 
 from __future__ import annotations
@@ -127,6 +127,8 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
 class Run:
     """One way of sending, around the stage that all of them share."""
 
+    roads: Any = None  # shared by all runs that overlap: a group of NCCL's takes memory
+
     def __init__(self, name: str, module: nn.Module, size: Size, device: torch.device) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         self.first, self.last, self.size, self.pipe = rank == 0, rank == ranks - 1, size, None
@@ -134,7 +136,9 @@ class Run:
             self.stage: Any = PipelineStage(module, rank, ranks, device)
         else:
             self.stage = CompressedStage(module, rank, ranks, device, wire=WIRES[name])
-            self.pipe = Pipeline([self.stage], overlap=name not in IN_TURN)
+            overlap = name not in IN_TURN
+            self.pipe = Pipeline([self.stage], overlap=overlap and Run.roads is None)
+            self.stage.roads = Run.roads if overlap and Run.roads else {}
         self.schedule = Schedule1F1B(self.stage, size.microbatches, loss_fn=loss_of)
         if name not in IN_TURN:
             run_ahead(self.schedule)
@@ -151,6 +155,7 @@ class Run:
             with self.pipe.step(ids=list(range(self.size.microbatches)) if self.first else None):
                 self.schedule.step(*given, **target)
             assert not self.pipe.skipped
+            Run.roads = Run.roads or self.stage.roads
         optimiser.step()
 
     def sent(self) -> int:
@@ -195,7 +200,7 @@ def timed(run: Run, optimiser: torch.optim.Optimizer, steps: int, device: torch.
 
 def rank_main(device_name: str, folder: str, size: Size, cells: Any, seconds: float) -> list[dict[str, Any]]:
     began = time.monotonic()
-    device = gpu_ranks.join(device_name, seconds=120.0)
+    device = gpu_ranks.join(device_name, seconds=45.0)
     asker, rank = Asker(folder), dist.get_rank()
     module = stage_of(size, rank, dist.get_world_size(), device)
     fused = {"fused": True} if device.type == "cuda" else {}
@@ -273,7 +278,7 @@ def on_links(function: Callable[..., Any], ranks: int, device: str, seconds: flo
     folder, served = Path(tempfile.mkdtemp()), 0
     with Network(hosts=ranks, preload=PRELOAD) as net:
         extra = {
-            "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+            "CUDA_DEVICE_MAX_CONNECTIONS": str(64 // ranks),  # queues of the card, which all ranks share
             "NCCL_NVLS_ENABLE": "0",
             "PYTHONPATH": os.pathsep.join(gpu_ranks.PATHS),
         }

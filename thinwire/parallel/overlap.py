@@ -2,22 +2,28 @@
 
 Torch's 1F1B waits for a rank's sends and receives before it computes on, all on one group: a slow link and the
 computation take turns, and so do the two directions. Here a frame is on its way as soon as it is encoded, receives are
-posted some micro-batches ahead, and only the decoding of a frame waits for that frame. The schedule's order of
-computation stays its own; it must ask for micro-batches in ascending order, as GPipe and 1F1B do.
+posted a micro-batch ahead, and only the decoding of a frame waits for that frame. The schedule's order of computation
+stays its own; it must ask for micro-batches in ascending order, as GPipe and 1F1B do.
+
+On a card a receive is a kernel that spins until its frame is there, and things that happen once (loading a kernel, a
+group's first message) wait for all kernels. So groups are tried when they are made, and no receive is posted that needs
+more of this rank than what it has enqueued before: under GPipe and 1F1B the next micro-batch's never does.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.base import subgroup, whole, world
 from thinwire.errors import UsageError
 
-AHEAD = 8  # micro-batches whose frames are waited for at a time
+AHEAD = 2  # micro-batches whose frames are waited for at a time: the one asked for, and the next
 WAYS = ("forward", "backward")
 
 
@@ -27,6 +33,7 @@ class Road:
 
     group: Any
     peer: int  # 0 or 1, its rank in the group
+    stream: Any = None  # on a card: where receives are posted, so that they wait for no computation
     sent: list[dist.Work] = field(default_factory=list)
     posted: dict[int, tuple[list[Tensor], list[dist.Work]]] = field(default_factory=dict)
     next: int = 0  # the micro-batch to post
@@ -40,14 +47,22 @@ class Road:
             raise UsageError(
                 f"overlap: this schedule asks for micro-batch {chunk} where {self.next} comes next: use overlap=False"
             )
-        self.posted[chunk] = frames, self._start(dist.irecv, frames)
+        with self.beside():
+            self.posted[chunk] = frames, self._start(dist.irecv, frames)
         self.next += 1
+
+    def beside(self) -> AbstractContextManager[Any]:
+        """Where buffers for frames are made, and posted."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def wait(self, chunk: int) -> list[Tensor]:
         """The frames of a micro-batch, arrived (on a card: the current stream waits, the host does not)."""
         frames, works = self.posted.pop(chunk)
         for work in works:
             work.wait()
+        if self.stream is not None:
+            for frame in frames:
+                frame.record_stream(torch.cuda.current_stream())
         return frames
 
     def finish(self) -> None:
@@ -63,7 +78,7 @@ class Road:
         return dist.batch_isend_irecv(operations) if operations else []
 
 
-def make_roads(stage: int, place: dict[int, int], group: Any) -> dict[tuple[str, str], Road]:
+def make_roads(stage: int, place: dict[int, int], group: Any, device: torch.device) -> dict[tuple[str, str], Road]:
     """(way, "in" or "out") → road, of the only stage of this rank; called by all ranks of the pipeline together.
 
     Every rank makes as many groups as the others, in the same order: of a boundary, or of itself alone.
@@ -72,6 +87,7 @@ def make_roads(stage: int, place: dict[int, int], group: Any) -> dict[tuple[str,
     if sorted(place.values()) != list(range(size)):
         raise UsageError("overlap needs one stage a rank (GPipe or 1F1B): use overlap=False")
     roads: dict[tuple[str, str], Road] = {}
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     for parity in (0, 1):
         for way in WAYS:
             left = stage if stage % 2 == parity else stage - 1
@@ -82,7 +98,11 @@ def make_roads(stage: int, place: dict[int, int], group: Any) -> dict[tuple[str,
             outwards = (way == "forward") == (left == stage)
             peer = place[left + 1] if left == stage else place[left]
             ranks = dist.get_process_group_ranks(whole(group))
-            roads[way, "out" if outwards else "in"] = Road(made, dist.get_group_rank(made, ranks[peer]))
+            road = Road(made, dist.get_group_rank(made, ranks[peer]), stream)
+            byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
+            for work in road._start(dist.isend if outwards else dist.irecv, byte):
+                work.wait()
+            roads[way, "out" if outwards else "in"] = road
     return roads
 
 

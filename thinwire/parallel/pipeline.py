@@ -117,7 +117,9 @@ class Pipeline:
         if self.herald is None:
             self.meeting = meet(self.stages, self.group, self._options(), self.plan)
             if self.overlap and world(self.group)[0] > 1:
-                self.stages[0].roads = make_roads(self.stages[0].stage_index, self.meeting.place, self.group)
+                self.stages[0].roads = make_roads(
+                    self.stages[0].stage_index, self.meeting.place, self.group, self.device
+                )
             self.herald = Herald(self.group, self.meeting.place[0], self.device)
             self._warn_of_dropout()
         return self.herald

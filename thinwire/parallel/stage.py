@@ -170,13 +170,15 @@ class CompressedStage(PipelineStage):
             known = len(self._sent) if way == "backward" else self.microbatches or 0
             while road.next < min(chunk + AHEAD, known):
                 at = road.next
-                road.post(at, [arrival.frame for arrival in self._await(way, at, *self._incoming(way, at))])
+                with road.beside():
+                    arrivals = self._await(way, at, *self._incoming(way, at))
+                road.post(at, [arrival.frame for arrival in arrivals])
             return []
         if self.announced.train:
             self.early.note(way, chunk, ops, shapes, self._sizes())
-        arrivals = self.early.take(way, chunk, shapes)
-        if arrivals is not None:
-            self._arrivals[way, chunk] = arrivals
+        early = self.early.take(way, chunk, shapes)
+        if early is not None:
+            self._arrivals[way, chunk] = early
             return []
         return [
             _rebuilt(op, arrival.frame, self._tag(way, chunk, i, received=True))

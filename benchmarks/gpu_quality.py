@@ -34,14 +34,15 @@ class Size:
     heads: int = 8
     length: int = 256
     rows: int = 32  # of a fine-tuning step
-    samples: int = 1536
+    samples: int = 4096
     held_out: int = 512
-    epochs: int = 10
-    pretrain: float = 75.0  # seconds
-    rate: float = 1e-4
+    epochs: int = 3
+    pretrain: float = 45.0  # seconds
+    rate: float = 5e-5  # falls to zero
+    every: int = 32  # steps between evaluations
 
 
-QUICK = Size(epochs=1, pretrain=10.0)
+QUICK = Size(samples=1024, epochs=1, pretrain=10.0)
 
 
 def quantize(bits: int, **more: Any) -> dict[str, Any]:
@@ -197,18 +198,21 @@ def pretrain(size: Size, device: torch.device, path: str) -> dict[str, float]:
 
 
 def finetune(name: str, wire: Any, seed: int, size: Size, device: torch.device, path: str) -> dict[str, Any]:
-    """Held-out loss after every epoch, and bytes a boundary a step."""
+    """Held-out loss every few steps, and the bytes that one boundary has carried by then."""
     train, held_out = (part.to(device) for part in sources(size))
     model = Model(size).to(device)
     model.load_state_dict(torch.load(path))
     crossings = [] if wire is None else [Crossing(Wire.of(wire), i) for i in range(STAGES - 1)]
     optimiser = torch.optim.AdamW(model.parameters(), lr=size.rate)
     g, step, began = torch.Generator().manual_seed(seed), 0, time.monotonic()
+    steps = size.epochs * (len(train) // size.rows)
     losses, sent = [held_out_loss(model, held_out)], [0]
     for _ in range(size.epochs):
         for at in torch.randperm(len(train), generator=g).split(size.rows):
             if len(at) < size.rows:
                 continue
+            for group in optimiser.param_groups:
+                group["lr"] = size.rate * (1 - step / steps)
             step += 1
             for crossing in crossings:
                 crossing.begin(step, at.tolist())
@@ -217,8 +221,9 @@ def finetune(name: str, wire: Any, seed: int, size: Size, device: torch.device, 
             optimiser.step()
             for crossing in crossings:
                 crossing.end()
-        losses.append(held_out_loss(model, held_out))
-        sent.append(crossings[0].sent if crossings else 2 * 4 * step * size.rows * size.length * size.width)
+            if step % size.every == 0 or step == steps:
+                losses.append(held_out_loss(model, held_out))
+                sent.append(crossings[0].sent if crossings else 2 * 4 * step * size.rows * size.length * size.width)
     return {
         "method": name,
         "seed": seed,
@@ -270,4 +275,4 @@ def _pretrain(tell: Callable[[Any], None], device: str, size: Size, path: str) -
 
 
 if __name__ == "__main__":  # a trial on the CPU
-    measure("cpu", 110.0, Size(4, 32, 2, 32, 8, 32, 32, 2, 3.0), workers=2)
+    measure("cpu", 110.0, Size(4, 32, 2, 32, 8, 32, 32, 2, 3.0, every=4), workers=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -10,13 +11,19 @@ from dataclasses import replace
 import pytest
 import torch
 from test_train_run import PRELOAD, held_out, losses, merged
-from train_ranks import MAX, live, settings, several
+from train_ranks import MAX, compressed, live, settings, several
 
 from thinwire.errors import UsageError
 from thinwire.lab import Network, check
 from thinwire.lab.errors import LabError
+from thinwire.planner.actions import Schedule
+from thinwire.planner.schedule import generate
+from thinwire.stages import check_stages, chosen_stages
 from thinwire.train import build
 from thinwire.train.metrics import read_events
+from thinwire.train.selection import fitted
+from thinwire.train.slack import Times, pick
+from thinwire.wire import Wire
 
 CUBE = {"dp": 2, "pp": 2, "tp": 2}
 STEP_2 = "checkpoints/step-00000002"
@@ -115,3 +122,65 @@ def test_what_cannot_be_cut_is_said_in_one_line(tmp_path, changed, said):
     with pytest.raises(UsageError) as error:
         build.check(replace(config, wire=changed.get("wire", {})))
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+# --- selective stages
+
+
+@pytest.mark.parametrize(
+    ("rule", "count", "chosen"),
+    [
+        (0.75, 4, {0, 1, 2}),
+        (0.75, 8, set(range(6))),
+        (1, 3, {0, 1, 2}),
+        (0, 4, set()),
+        (0.3, 4, {0, 1}),
+        ([2, 0], 4, {0, 2}),
+    ],
+)
+def test_a_share_is_of_the_earliest_stages(rule, count, chosen):
+    assert chosen_stages(check_stages(rule), count) == chosen
+
+
+def evenly(schedule: Schedule, exact: float, packed: float) -> frozenset[int]:
+    return pick(schedule, [Times(1.0, 2.0, 0.1, 0.1, exact, packed)] * schedule.stages)
+
+
+def test_slack_picks_the_stages_that_the_step_waits_for():
+    """1F1B: stage s ends s·(B + c) before stage 0, so an exact exchange pays there while it is shorter than stage 0's
+    compressed one plus that (sheet of Optimus-CC); per virtual stage in a V."""
+    one = generate("1F1B", 4, 8, None)
+    assert evenly(one, 0.5, 0.6) == frozenset(), "nothing to gain"
+    assert evenly(one, 2.5, 1.0) == {0}
+    assert evenly(one, 5.0, 1.0) == {0, 1}
+    assert evenly(one, 50.0, 1.0) == {0, 1, 2, 3}
+    v = generate("ZBVZeroBubble", 2, 8, None)
+    assert evenly(v, 2.0, 0.3) == {0, 1, 2}, "stage 3, on the rank of stage 0, ends its backward long before"
+
+
+def test_a_rank_that_does_not_fit_is_lowered_and_said():
+    said: list[str] = []
+    reduction = Wire.of("paper-optimus").gradient
+    assert fitted(reduction, [(4096, 4096), (4096,)], said.append).collective.rank == 128 and not said
+    assert fitted(reduction, [(128, 128), (384, 128)], said.append).collective.rank == 16
+    assert "rank = 128" in said[0] and "16" in said[0]
+
+
+@lab
+@pytest.mark.lab
+@pytest.mark.timeout(200)
+def test_selected_stages_only_are_compressed(tmp_path):
+    """Interleaved, four stages of one layer on two ranks: by share, by list, by slack; replicas agree."""
+    low = {"collective": "low_rank", "rank": 2}
+    mesh = {"dp": 2, "pp": 2, "tp": 1, "schedule": "Interleaved1F1B", "virtual": 2}
+    rules = {"share": 0.75, "list": [3, 0], "slack": "slack", "none": 0}
+    runs = [cube(tmp_path / n, {"gradient": {**low, "stages": rule}}, mesh=mesh) for n, rule in rules.items()]
+    runs.append(cube(tmp_path / "optimus", {"preset": "paper-optimus"}, mesh=mesh))
+    with Network(hosts=4, rate="20mbit", preload=PRELOAD) as net:
+        ranks = net.run(compressed, runs, timeout=150, echo=False)
+    assert ranks[:2] == ranks[2:]
+    both = [a | b for a, b in zip(*ranks[:2])]
+    assert both[:2] == [{0, 1, 2}, {0, 3}] and both[3] == set()
+    for at, name in ((2, "slack"), (4, "optimus")):
+        found = json.loads((tmp_path / name / "stages.json").read_text())
+        assert both[at] == set(found["stages"]) and len(found["times"]) == 4

@@ -66,7 +66,7 @@ def test_the_planner_reads_every_preset_the_same(name):
             assert setting.delta == (link.memory.name == "Delta")
     if built.gradient is not None:
         assert plain_name(planned.gradient.name) == plain_name(PRESETS[name]["gradient"]["collective"])
-        assert planned.gradient.when == built.gradient.when
+        assert planned.gradient.stages == built.gradient.stages
     assert planned.fused == (built.embedding is not None and built.embedding.sync == "fused")
 
 
@@ -148,7 +148,10 @@ def test_every_memory_has_a_name(name):
         ({"gradient": SPARSE | {"warmup": 1.5}}, "[wire.gradient] warmup 1.5 integer"),
         ({"gradient": SPARSE | {"exact_dims": True}}, "[wire.gradient] exact_dims True integer"),
         ({"gradient": SPARSE | {"unit_mb": 0}}, "[wire.gradient] unit_mb 0 positive"),
-        ({"gradient": SPARSE | {"when": "epilogue"}}, "[wire.gradient] when 'epilogue' always critical"),
+        ({"gradient": SPARSE | {"stages": "some"}}, "[wire.gradient] stages 'some' share list slack"),
+        ({"gradient": SPARSE | {"stages": 1.5}}, "[wire.gradient] stages 1.5 share list slack"),
+        ({"gradient": SPARSE | {"stages": [0, -1]}}, "[wire.gradient] stages [0, -1] share list slack"),
+        ({"gradient": SPARSE | {"when": "epilogue"}}, "[wire.gradient] 'when' density"),
         ({"gradient": SPARSE | {"memory": "delta"}}, "[wire.gradient] memory Delta samples error_feedback"),
         ({"gradient": SPARSE | {"memory": "auto"}}, "[wire.gradient] memory 'auto' plain errorfeedback"),
         ({"gradient": {"collective": "two_hop", "codec": "quantize"}}, "[wire.gradient] codec 'quantize'"),

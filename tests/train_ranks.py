@@ -60,3 +60,17 @@ def several(configs: list[tuple[TrainConfig, bool]]) -> list[dict[str, float]]:
 
 def live(config: TrainConfig, resume: bool) -> int:
     return train_rank(config, resume, patience=20.0)
+
+
+def compressed(configs: list[TrainConfig]) -> list[set[int]]:
+    """Of every run, the layers of this rank whose gradients are compressed; nothing is trained."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    out = []
+    for config in configs:
+        update = Trainer(config, say=lambda line: None).parts.update
+        assert update.reducer is not None
+        names = [name for unit in update.reducer.exchange.compressed for name in unit.parameters]
+        out.append({int(name.split(".")[2]) for name in names})
+        update.close()
+    return out

@@ -1,7 +1,8 @@
 """Wire settings by name, as data: what `[wire]` in a run.toml would say.
 
 A name under `codec` or `collective` is a constructor, the other keys its arguments; `memory` is a constructor
-too. `when` says which messages: always, Optimus-CC's epilogue, or critical: those without slack in the simulator.
+too. `when` says which messages: always, Optimus-CC's epilogue, or critical: those without slack in the simulator;
+`stages` whose gradients (stages.py).
 `embedding` is the tied one: one exchange over both its stages (fused), or one on each and one between them.
 """
 
@@ -16,7 +17,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "forward": {"codec": "cast", "to": "bf16"},
         "backward": {"codec": "cast", "to": "bf16"},
         "gradient": {"collective": "two_hop", "codec": {"codec": "cast", "to": "bf16"}},
-        "embedding": {"collective": "two_hop", "codec": {"codec": "cast", "to": "bf16"}},
+        "embedding": {"collective": "two_hop", "codec": {"codec": "cast", "to": "bf16"}, "sync": "fused"},
     },
     # eight bits everywhere: no state that has to recur, no tuning
     "safe": {
@@ -30,17 +31,24 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "forward": {"codec": "quantize", "bits": 4, "memory": "delta"},
         "backward": {"codec": "quantize", "bits": 8},
         "gradient": {"collective": "quantized", "bits": 4, "memory": "error_feedback"},
-        "embedding": {"collective": "quantized", "bits": 4, "memory": "error_feedback"},
+        "embedding": {"collective": "quantized", "bits": 4, "memory": "error_feedback", "sync": "fused"},
     },
     # Ok-Topk (arXiv 2201.07598), BERT's density; the pipeline is not its subject
     "paper-oktopk": {
         "gradient": {"collective": "ok_topk", "density": 0.01, "memory": "error_feedback"},
-        "embedding": {"collective": "ok_topk", "density": 0.01, "memory": "error_feedback"},
+        "embedding": {"collective": "ok_topk", "density": 0.01, "memory": "error_feedback", "sync": "fused"},
     },
-    # Optimus-CC (arXiv 2301.09830): low rank backward in the epilogue, low rank gradients on exposed stages
+    # Optimus-CC (arXiv 2301.09830): low rank backward in the epilogue, low rank gradients on exposed stages, embeddings
+    # excluded
     "paper-optimus": {
         "backward": {"codec": "low_rank", "rank": 16, "memory": "error_feedback", "when": "epilogue"},
-        "gradient": {"collective": "low_rank", "rank": 128, "memory": "error_feedback", "when": "critical"},
+        "gradient": {
+            "collective": "low_rank",
+            "rank": 128,
+            "memory": "error_feedback",
+            "stages": "slack",
+            "exclude": ["*embed*", "lm_head*", "*.wte.*", "*.wpe.*"],
+        },
         "embedding": {"sync": "fused"},
     },
     # as thin as fine-tuning stands, by our own measurements (docs/quality.md, docs/train.md): three bits each way along

@@ -20,6 +20,7 @@ from thinwire.errors import UsageError
 from thinwire.memory import ErrorFeedback, Memory, Plain
 from thinwire.naming import construct, plain_name
 from thinwire.presets import PRESETS
+from thinwire.stages import Stages, check_stages
 
 MEMORIES: dict[str, Callable[..., Memory]] = {
     plain_name(f.__name__): f
@@ -62,13 +63,14 @@ class Reduction:
 
     The first `warmup` steps are exact; so are always parameters that match a pattern in `exclude` (as file names
     match: `*.bias`) and those of fewer than `exact_dims` + 1 dimensions (biases and norms, unless 0). `unit_mb` is
-    the size of the pieces that are exchanged while backward still runs. `when`: on which stages.
+    the size of the pieces that are exchanged while backward still runs. `stages`: of a pipeline, whose gradients are
+    compressed: a share (the earliest), a list, or "slack" (stages.py).
     `sync` (embedding): one exchange over both copies of a tied one (fused), or one each and one between them.
     """
 
     collective: Collective
     memory: Memory = field(default_factory=ErrorFeedback)
-    when: str = "always"
+    stages: Stages = 1.0
     warmup: int = 0
     exclude: tuple[str, ...] = ()
     exact_dims: int = 1
@@ -84,8 +86,7 @@ class Reduction:
             raise UsageError(
                 f"memory {self.memory.name}: is for samples; gradients take error_feedback, ef21, diana, …"
             )
-        if self.when not in ("always", "critical"):
-            raise UsageError(f"when = {self.when!r}: allowed are always, critical")
+        object.__setattr__(self, "stages", check_stages(self.stages))
         for name, least in (("warmup", 0), ("exact_dims", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

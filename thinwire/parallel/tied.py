@@ -7,6 +7,8 @@ and one between them ("separate"), and exact if its collective is. All ranks get
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from thinwire.parallel.reducer import Reducer
 from thinwire.wire import Reduction, Wire
 
 NAME = "tied embedding"
+logger = logging.getLogger("thinwire.tied")
 
 
 class TiedEmbedding:
@@ -66,16 +69,21 @@ class TiedEmbedding:
         values = self.parameter.numel() * (3 * replicas - 2) // replicas
         return 4 * values * self.reducer.exchange.steps
 
-    def check(self) -> bool:
-        """Are all copies equal to the bit? If not, the first stage's is taken, and it is counted."""
+    def check(self, beside: Iterable[Tensor] = ()) -> bool:
+        """Are all copies equal to the bit? If not, the first stage's is taken, it is counted, and said.
+
+        `beside`: what belongs to the copy, in the same order on all ranks (its moments), taken from there too.
+        """
         mine = torch.tensor([int(checksum(raw_bytes(self.parameter.detach())))])
         device = self.parameter.device if dist.get_backend(self.ends) == "nccl" else "cpu"
         everyone = torch.cat(gather(mine.to(device), self.ends))
         if bool((everyone == everyone[0]).all()):
             return True
-        value: Tensor = self.parameter.detach().contiguous()
-        dist.broadcast(value, group=self.ends, group_src=0)
         with torch.no_grad():
-            self.parameter.copy_(value)
+            for tensor in (self.parameter, *beside):
+                value = tensor.detach().to(device).contiguous()
+                dist.broadcast(value, group=self.ends, group_src=0)
+                tensor.copy_(value)
         self.healed += 1
+        logger.warning("the copies of a tied embedding differed, and were healed from the first stage's")
         return False

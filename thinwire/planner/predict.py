@@ -14,6 +14,7 @@ from thinwire.planner.network import Cost, Link
 from thinwire.planner.settings import Setting, Wire
 from thinwire.planner.simulate import Result, simulate
 from thinwire.planner.step import Hop, Send, Step, Traffic
+from thinwire.stages import SLACK, chosen_stages
 from thinwire.units import show_rate
 
 OFF = Wire("off")
@@ -25,14 +26,18 @@ def predict(run: Run, wire: Wire, cold: bool = False) -> Result:
     plain = _step(run, Wire(OFF.name, embedding=wire.embedding, fused=wire.fused), cold)
     rule = {
         kind: setting.when if setting else "always"
-        for kind, setting in zip(Traffic, (wire.forward, wire.backward, wire.gradient, None))
+        for kind, setting in zip(Traffic, (wire.forward, wire.backward, None, None))
     }
     last = epilogue(packed)
+    stages = wire.gradient.stages if wire.gradient else 1.0
+    chosen = frozenset[int]() if stages == SLACK else chosen_stages(stages, run.schedule.stages)
 
     def fixed(send: Send) -> bool:
+        if send.traffic is Traffic.GRADIENT:
+            return send.stage in chosen
         return rule[send.traffic] == "always" or (rule[send.traffic] == "epilogue" and last(send))
 
-    if "critical" in rule.values():
+    if "critical" in rule.values() or stages == SLACK:
         return choose(mixed(plain, packed, fixed), packed).result
     return simulate(mixed(plain, packed, fixed))
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thinwire.errors import UsageError
 from thinwire.naming import plain_name
 from thinwire.presets import PRESETS
+from thinwire.stages import Stages, check_stages
 
 WHEN = {
     "forward": ("always", "critical"),
     "backward": ("always", "critical", "epilogue"),
-    "gradient": ("always", "critical"),
+    "gradient": ("always",),
     "embedding": ("always",),
 }
 WITHOUT_COST = ("warmup", "exclude", "exact_dims", "unit_mb", "tau", "tau_prime", "scope", "xi_every", "lazy")
@@ -50,6 +51,7 @@ class Setting:
     delta: bool = False
     gate: bool = True
     cold: Mapping[str, Any] | None = None
+    stages: Stages = 1.0  # of gradients: on which stages
 
 
 @dataclass(frozen=True)
@@ -115,13 +117,21 @@ def _collective(kind: str, given: Mapping[str, Any]) -> Setting | None:
     name = plain_name(str(wanted))
     if name not in COLLECTIVES:
         raise UsageError(f"[wire.{kind}] collective = {wanted!r}: allowed are {', '.join(COLLECTIVES)}")
-    setting = _setting(kind, table, name)
+    stages = _stages(kind, table.pop("stages", 1.0))
+    setting = replace(_setting(kind, table, name), stages=stages)
     needed = COLLECTIVES[name]
     allowed = (*needed, *(CODING if "density" in needed else ()))
     for key in (*needed, *setting.args):
         if key not in allowed or (key in needed and key not in setting.args):
             raise UsageError(f"[wire.{kind}] {key}: {name} takes {', '.join(needed) or 'no argument'}")
     return setting
+
+
+def _stages(kind: str, given: Any) -> Stages:
+    try:
+        return check_stages(given)
+    except UsageError as error:
+        raise UsageError(f"[wire.{kind}] {error}") from None
 
 
 def _setting(kind: str, table: dict[str, Any], name: str) -> Setting:

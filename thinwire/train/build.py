@@ -12,6 +12,7 @@ from torch import nn
 from thinwire.collectives import Dense
 from thinwire.errors import UsageError
 from thinwire.parallel.agree import check_agreement
+from thinwire.stages import SLACK, chosen_stages
 from thinwire.train import tensor
 from thinwire.train.batches import Batches
 from thinwire.train.config import TrainConfig
@@ -20,6 +21,7 @@ from thinwire.train.mesh import Mesh, make_mesh
 from thinwire.train.models import Blueprint, build_stages, named_parameters, plan_model
 from thinwire.train.optim import total_steps
 from thinwire.train.samples import Samples, make_samples
+from thinwire.train.selection import select
 from thinwire.train.stage import Stage
 from thinwire.train.tokenizer import open_tokenizer
 from thinwire.train.update import Update
@@ -66,14 +68,12 @@ def check(config: TrainConfig) -> Checked:
     wire = Wire.of(config.wire)
     if wire.auto:
         raise UsageError("[wire] auto: only compress_ddp measures and decides; name a preset here")
-    if wire.gradient is not None and wire.gradient.when != "always":
-        raise UsageError(
-            f"[wire.gradient] when = {wire.gradient.when!r}: stages are not selected yet; allowed is always"
-        )
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.path)
     samples = make_samples(config.data, tokenizer)
     Batches(samples, config.optim.batch, config.data.seed, 0, config.mesh.dp)
     stages = len(config.mesh.plan().rank_of)
+    if wire.gradient is not None and wire.gradient.stages != SLACK:
+        chosen_stages(wire.gradient.stages, stages)
     blueprint = plan_model(config.model, stages, tokenizer.size, config.data.seq_len)
     tensor.check(blueprint.config, config.model.lora is not None, config.mesh.tp)
     return Checked(_with_embedding(wire, config, blueprint), samples, blueprint)
@@ -103,7 +103,7 @@ def build(config: TrainConfig, checked: Checked, say: Callable[[str], None]) -> 
     engine: Alone | Piped = (
         Alone(config, stages[0]) if config.mesh.pp == 1 else Piped(config, wire, mesh, stages, len(samples.train), say)
     )
-    update = Update(config, wire, mesh, named, _tied(stages))
+    update = Update(config, select(config, wire, mesh, stages, named, say), mesh, named, _tied(stages))
     steps = total_steps(config.optim, batches.steps_per_epoch)
     return Parts(config, mesh, blueprint, stages, named, engine, update, samples, batches, steps)
 

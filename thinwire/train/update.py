@@ -76,7 +76,8 @@ class Update:
                 group["lr"] = rate
             optimizer.step()
         if self.tied is not None:
-            self.tied.check()
+            assert self.adam is not None
+            self.tied.check(value for _, value in sorted(self.adam.state[self.tied.parameter].items()))
         return norm
 
     def norm(self) -> float:

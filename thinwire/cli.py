@@ -29,6 +29,7 @@ BENCHES = {
     "codecs": ("thinwire.codecs.bench", "encode and decode speed, beside other quantisers and memcpy"),
     "train": ("thinwire.train.bench", "time to the same held-out loss over slow links, everything compressed"),
     "allreduce": ("thinwire.collectives.bench", "every collective on a slow network: seconds, bytes, words per k"),
+    "optimus": ("thinwire.train.bench_optimus", "Optimus-CC's ladder and ours: step time, bytes, loss; which stages"),
     "pipeline": ("thinwire.parallel.bench_pipeline", "compressed activations and gradients: step time, bytes, loss"),
 }
 

@@ -47,7 +47,9 @@ class Alone:
         self.stage, self.microbatches = _casting(stage, config), config.mesh.microbatches
         self.loss, self.device = Loss(config.mesh.dp), next(stage.parameters()).device
 
-    def run(self, batch: Batch, train: bool, upcoming: Tensor | None = None) -> Tensor | None:
+    def run(
+        self, batch: Batch, train: bool, upcoming: Tensor | None = None, done: Callable[[], None] | None = None
+    ) -> Tensor | None:
         """This replica's loss; gradients are added to .grad when training."""
         self.loss.labelled, batch = batch.labelled, _on(self.device, batch)
         total = torch.zeros((), device=self.device)
@@ -91,8 +93,11 @@ class Piped:
         self.schedule: Any = kind(given, config.mesh.microbatches, loss_fn=self.loss, scale_grads=False)
         self.first, self.last = mesh.is_first, mesh.is_last
 
-    def run(self, batch: Batch, train: bool, upcoming: Tensor | None = None) -> Tensor | None:
-        """This replica's loss on the rank of the last stage, None elsewhere. `upcoming`: the next pass's ids."""
+    def run(
+        self, batch: Batch, train: bool, upcoming: Tensor | None = None, done: Callable[[], None] | None = None
+    ) -> Tensor | None:
+        """This replica's loss on the rank of the last stage, None elsewhere. `upcoming`: the next pass's ids; `done` is
+        called when this rank's gradients are complete, while others may still compute."""
         self.loss.labelled, batch = batch.labelled, _on(self.device, batch)
         if not train:
             return self._evaluate(batch)
@@ -103,6 +108,8 @@ class Piped:
         with self.pipeline.step(**said):
             target = {"target": batch.labels, "losses": losses} if self.last else {}
             self.schedule.step(*((batch.inputs,) if self.first else ()), **target)
+            if done is not None:
+                done()
         return torch.stack([loss.detach() for loss in losses]).sum() if self.last else None
 
     @torch.no_grad()

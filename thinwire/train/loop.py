@@ -91,7 +91,8 @@ class Trainer:
         batch = self.parts.batches.next()
         parts = _parts(batch, passes)
         following = [part.ids for part in parts[1:]] + [self._next_ids()]
-        losses = [self.parts.engine.run(part, True, ids) for part, ids in zip(parts, following)]
+        done = [None] * (passes - 1) + [update.begin]
+        losses = [self.parts.engine.run(part, True, ids, then) for part, ids, then in zip(parts, following, done)]
         lr = rate(self.config.optim, self.step, self.steps)
         norm = update.apply(lr)
         self.step += 1

@@ -53,14 +53,26 @@ class Update:
             self.adam = torch.optim.AdamW(groups(config.optim, by_adam), **_moments(config), foreach=True)
         once = {n: p for n, p in named.items() if n != tied or mesh.is_first}
         self.counted_once = [p for p in once.values() if dim_cut(p) is not None or not mesh.shard]
+        self.brackets: ExitStack | None = None
         self.skips, self.waited = 0, 0.0
         self.last_norm: float | None = None
 
+    def begin(self) -> None:
+        """This rank's gradients are complete: they are exchanged while earlier stages still compute."""
+        if self.brackets is None:
+            self.brackets = ExitStack()
+            self.last_norm = float(_squares(self.reducer.parameters.values()).sqrt()) if self.reducer else None
+            for reducer in self._reducers().values():
+                self.brackets.enter_context(reducer.step())
+                for unit in reducer.order:
+                    reducer.ready(unit)
+
     def apply(self, rate: float) -> float | None:
         """One optimiser step at this learning rate; the gradient's norm, or None where the step was skipped."""
-        with ExitStack() as brackets:
-            for reducer in self._reducers().values():
-                brackets.enter_context(reducer.step())
+        self.begin()
+        assert self.brackets is not None
+        with self.brackets:
+            self.brackets = None
             self._reduce()
             norm = self.norm()
             if not math.isfinite(norm):
@@ -183,7 +195,6 @@ class Update:
 
     def _reduce(self) -> None:
         began = time.perf_counter()
-        self.last_norm = float(_squares(self.reducer.parameters.values()).sqrt()) if self.reducer else None
         if self.reducer is not None:
             self.reducer.finish()
         if self.tied is not None:

@@ -102,7 +102,7 @@ def test_a_second_run_touches_nothing_of_the_first(tmp_path, capsys):
     assert (out / "run.toml").read_text() == "# the first" and read_events(out / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("words", [["demo"], ["bench", "train"]])
+@pytest.mark.parametrize("words", [["demo"], ["bench", "train"], ["bench", "optimus"]])
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path, capsys, words):
     (tmp_path / "thesis.tex").write_text("years of work")
     assert main([*words, "--out", str(tmp_path)]) == 2

@@ -50,16 +50,17 @@ def picked(
     config: TrainConfig, wire: Wire, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter]
 ) -> frozenset[int]:
     """The stages to compress, the same on all ranks, which call this together."""
-    path = Path(config.run.out) / FILE
+    path, run = Path(config.run.out) / FILE, repr((config.mesh, dict(config.wire)))
     found: list[Any] = [json.loads(path.read_text()) if dist.get_rank() == 0 and path.exists() else None]
     dist.broadcast_object_list(found)
-    if found[0] is not None:
+    if found[0] is not None and found[0]["run"] == run:
         return frozenset(found[0]["stages"])
     times = measure(config, wire, mesh, stages, named)
     chosen = pick(config.mesh.plan(), times)
     if dist.get_rank() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"stages": sorted(chosen), "times": [vars(t) for t in times]}, indent=2) + "\n")
+        document = {"run": run, "stages": sorted(chosen), "times": [vars(t) for t in times]}
+        path.write_text(json.dumps(document, indent=2) + "\n")
     return chosen
 
 

@@ -101,6 +101,7 @@ class Trainer:
         self._write(
             "step", **self.totals.gather(losses), lr=lr, norm=norm, tokens=batch.inputs.numel() * self.config.mesh.dp,
             seconds=self.seconds, step_seconds=took, wait_seconds=update.waited, skips=update.skips,
+            healed=update.tied.healed if update.tied else 0,
         )  # fmt: skip
 
     def _next_ids(self) -> Tensor:

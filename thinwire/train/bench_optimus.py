@@ -47,7 +47,7 @@ LADDER: dict[str, dict[str, Any]] = {
     "+ epilogue only": {"backward": OPTIMUS["backward"], "embedding": SEPARATE},
     "+ fused embedding": {"backward": OPTIMUS["backward"], "embedding": FUSED},
     "+ selective stages": OPTIMUS,
-    "ours, critical": OURS | {way: OURS[way] | {"when": "critical"} for way in ("forward", "backward")},
+    "ours: critical": OURS | {way: OURS[way] | {"when": "critical"} for way in ("forward", "backward")},
     "max": OURS,
 }
 

@@ -270,9 +270,9 @@ def profile(run: Run, optimiser: torch.optim.Optimizer, rank: int) -> list[dict[
 def shared_card(device: str) -> Iterator[bool]:
     """CUDA's multi-process service, where it is there: kernels of several ranks run at once, not in time slices."""
     control = shutil.which("nvidia-cuda-mps-control") if device == "cuda" else None
-    on = control is not None and subprocess.run([control, "-d"]).returncode == 0
+    on = control is not None and subprocess.run([control, "-d"]).returncode == 0  # 1: one is running already
     try:
-        yield on
+        yield control is not None
     finally:
         if on:
             subprocess.run([control], input="quit\n", text=True)

@@ -61,6 +61,8 @@ def test_init_writes_what_train_reads(tmp_path, capsys):
     ("", "[wire.gradient]\ncollective = 'low_rank'\nrank = 2\nstages = [1]", [], "the last of 1 stages is 0"),
     ("", "", ["--rate", "1mbit"], "--local"),
     ("", "", ["--wire", "thin"], "thin"),
+    pytest.param("", 'device = "cuda"', [], "no CUDA device",
+                 marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
 ])  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, capsys, mesh, wire, words, said):
     assert main(["train", write(tmp_path, mesh, wire), *words]) == 2

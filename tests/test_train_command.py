@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,30 +113,41 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path, capsys, words):
     assert "another folder" in capsys.readouterr().err and (tmp_path / "thesis.tex").exists()
 
 
-def test_a_lost_rank_is_named(tmp_path):
-    """Two ranks without the lab; one is killed, the other ends by itself with its number."""
-    path = tmp_path / "run.toml"
-    path.write_text(SMALL.format(mesh="dp = 2", out=tmp_path / "out", wire="").replace("steps = 2", "steps = 100000"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    ranks = []
-    for rank in range(2):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        words = [sys.executable, "-m", "thinwire", "train", str(path)]
-        env = {**os.environ, **place, "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        ranks.append(subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True))
-    try:
-        until = time.monotonic() + 90
-        while len(read_events(tmp_path / "out" / "metrics.jsonl")) < 4 and time.monotonic() < until:
-            time.sleep(0.2)
-        ranks[1].kill()
-        _, said = ranks[0].communicate(timeout=60)
-    finally:
-        for one in ranks:
-            one.kill()
-            one.wait()
-    assert ranks[0].returncode == 1 and "lost rank 1" in said, said[-1500:]
+def rank_of_torchrun(launcher, rank):
+    """The process id of a rank that torchrun has started; None while there is none."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        with suppress(OSError):  # gone in the meantime
+            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                return int(child)
+    return None
+
+
+@pytest.mark.timeout(200)
+def test_torchrun_names_a_lost_rank_and_goes_on(tmp_path):
+    """kill -9 of a rank under torchrun: the other says whose, and the restart takes the newest whole checkpoint."""
+    text = SMALL.format(mesh="dp = 2", out=tmp_path / "out", wire="").replace("steps = 2", "steps = 240")
+    (tmp_path / "run.toml").write_text(text.replace("[run]", "[run]\ncheckpoint_every = 8"))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words += ["-m", "thinwire", "train", str(tmp_path / "run.toml")]
+    metrics, said = tmp_path / "out" / "metrics.jsonl", tmp_path / "said"
+    with said.open("w") as log:
+        launcher = subprocess.Popen(
+            [sys.executable, *words], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
+        )
+        try:
+            until = time.monotonic() + 90
+            while not (tmp_path / "out" / "checkpoints" / "step-00000016").exists() and time.monotonic() < until:
+                time.sleep(0.05)
+            os.kill(rank_of_torchrun(launcher.pid, 1), signal.SIGKILL)
+            status = launcher.wait(90)
+        finally:
+            launcher.kill()
+            launcher.wait()
+    heard = said.read_text()
+    assert status == 0 and "lost rank 1" in heard, heard[-3000:]
+    resumed = int(heard.partition("resumed at step ")[2].split()[0])
+    assert resumed >= 16 and resumed % 8 == 0
+    assert [e["step"] for e in read_events(metrics) if e["kind"] == "step"] == list(range(1, 241))
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def test_a_mesh_equals_one_process(tmp_path):
     meshes = {
         "1F1B": {**SQUARE}, "GPipe": {**SQUARE, "schedule": "GPipe"},
         "interleaved": {**SQUARE, "schedule": "Interleaved1F1B", "virtual": 2},
-        "V": {**SQUARE, "schedule": "ZBVZeroBubble"},
+        "V": {**SQUARE, "schedule": "ZBVZeroBubble", "split": "time"},
     }  # fmt: skip
     with Network(hosts=1, preload=PRELOAD) as net:
         alone = [settings(tmp_path / f"alone{tied}", model={"tied": tied}) for tied in (True, False)]
@@ -116,7 +116,7 @@ def test_resuming_on_another_mesh(tmp_path):
 @pytest.mark.timeout(600 if os.environ.get("THINWIRE_KILLS") else 280)
 def test_killed_ranks_change_nothing(tmp_path):
     """kill -9 of a random rank at a random moment, restart with --resume: the weights of an undisturbed run."""
-    kills, rng = int(os.environ.get("THINWIRE_KILLS", 2)), random.Random(0)
+    kills, rng = int(os.environ.get("THINWIRE_KILLS", 2)), random.Random(int(os.environ.get("THINWIRE_SEED", 0)))
     smooth, rough = (settings(tmp_path / n, MAX, mesh=SQUARE, run={"checkpoint_every": 2}) for n in ("smooth", "rough"))
     with Network(hosts=4, preload=PRELOAD) as net:
         expected = merged(net.run(several, [(smooth, False)], timeout=100, echo=False))[0]

@@ -4,7 +4,10 @@ The loss of a run does not depend on how fast its wire is. So every wire is trai
 its steps (cold and warm ones) are timed at each rate; a curve of loss against time is made of both. Rates are chosen
 so that the wire takes a share s of the uncompressed step: s = 1 − (unshaped step)/(step at that rate).
 
-A model is pre-trained first (on the tail of the corpus), then fine-tuned for some epochs on other text from there.
+A model is pre-trained first (on the tail of the corpus), then fine-tuned for some epochs on other text from there, at
+the learning rate that is best for fp32 (of 5e-4, 1e-3, …, 8e-3, by held-out loss): at a lower one, what makes Adam's
+steps a little smaller costs time. With --resume what is in the JSON file already is not done again, so that losses can
+be had on a busy machine (--part loss) and times on an idle one (--part time).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 from thinwire.errors import UsageError
 from thinwire.lab import Network
 from thinwire.presets import PRESETS
-from thinwire.report.show import table, write_json
+from thinwire.report.show import read_json, table, write_json
 from thinwire.train.bench_figure import curve_of, draw
 from thinwire.train.config import TrainConfig, read_config
 from thinwire.train.local import PRELOAD, train_local
@@ -28,12 +31,14 @@ from thinwire.units import show_bytes, show_rate
 
 RANKS = 4
 WIRES = ("off", "bf16", "safe", "paper-aqsgd", "paper-oktopk", "max")
+PARTS = ("all", "loss", "time")
+DECIDE = ("epochs", "samples", "pretrain", "lr")  # rows of other settings are another experiment's
 TIMED_BATCHES = 3  # of a timing run: so many cold steps, then as many warm ones
 DOCUMENT: dict[str, dict[str, Any]] = {
     "model": {"hidden": 128, "layers": 4, "heads": 4},
     "data": {"seq_len": 128, "held_out": 0.15, "tokenizer": "bytes"},
     "mesh": {"dp": 2, "pp": 2, "microbatches": 4},
-    "optim": {"batch": 16, "warmup": 5, "lr": 5e-4, "schedule": "cosine"},
+    "optim": {"batch": 16, "warmup": 5, "schedule": "cosine"},
     "run": {"checkpoint_every": 0},
 }
 
@@ -48,6 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=5, help="of fine-tuning (default 5)")
     parser.add_argument("--samples", type=int, default=192, help="to fine-tune on (default 192)")
     parser.add_argument("--pretrain", type=int, default=300, help="steps before (default 300)")
+    parser.add_argument("--lr", type=float, default=4e-3, help="of fine-tuning, at its peak (default 0.004)")
+    parser.add_argument("--part", default="all", choices=PARTS, help="what to measure (default all)")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the --json file and do what is missing")
     parser.add_argument("--out", default="out/bench-train", help="folder of the runs (default out/bench-train)")
     parser.add_argument("--json", metavar="PATH", help="results, written as they come")
     parser.add_argument("--figure", metavar="PATH", help="held-out loss against time, a panel a share")
@@ -61,25 +69,21 @@ def run(args: argparse.Namespace) -> int:
     shares = [float(s) for s in args.shares.split(",")]
     if not all(0 < s < 1 for s in shares):
         raise UsageError(f"--shares {args.shares}: each must lie between 0 and 1")
+    if args.resume and not args.json:
+        raise UsageError("--resume goes on with the rows of a file: name it by --json")
     bench = Bench(Path(args.out), args)
-    result: dict[str, Any] = {"settings": vars(args) | {"run": "bench train"}, "loss": [], "time": []}
     with Network(hosts=RANKS, preload=PRELOAD) as network:
         model = bench.pretrain(network)
-        for seed in range(args.seeds):
-            for wire in wires:
-                result["loss"].append(bench.train(network, model, wire, seed))
-                write_json(args.json, result)
-        plain = bench.time(network, model, wires[0], None)
-        for share in shares:
-            rate = bench.rate_for(network, model, wires[0], plain["warm"], share)
-            for wire in wires:
-                result["time"].append({"share": share, **bench.time(network, model, wire, rate)})
-                write_json(args.json, result)
-    result["table"] = summary(result, wires, shares)
-    _show(result["table"])
-    write_json(args.json, result)
-    if args.figure:
-        draw(result, wires, shares, args.figure)
+        if args.part != "time":
+            bench.losses(network, model, wires)
+        if args.part != "loss":
+            bench.times(network, model, wires, shares)
+    if args.part != "loss":
+        rows = bench.result["table"] = summary(bench.result, wires, shares)
+        _show(rows)
+        write_json(args.json, bench.result)
+        if args.figure:
+            draw(bench.result, wires, shares, args.figure)
     return 0
 
 
@@ -88,19 +92,61 @@ class Bench:
         self.folder, self.args = folder, args
         if folder.exists() and any(folder.iterdir()) and not (folder / "pretrain").exists():
             raise UsageError(f"--out {folder}: holds files that are not this bench's; name another folder")
-        shutil.rmtree(folder, ignore_errors=True)
+        settings = {name: value for name, value in vars(args).items() if name != "run"}
+        self.result: dict[str, Any] = {"settings": settings, "loss": [], "time": []}
+        if args.resume and Path(args.json).exists():
+            self._go_on(read_json(args.json))
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _go_on(self, before: dict[str, Any]) -> None:
+        for name in DECIDE:
+            now, then = getattr(self.args, name), before["settings"].get(name)
+            if now != then:
+                raise UsageError(f"--{name} {now}: {self.args.json} was made with {then}; name another file")
+        self.result |= {kind: before[kind] for kind in ("loss", "time")}
+
+    def keep(self, kind: str, row: dict[str, Any]) -> None:
+        self.result[kind].append(row)
+        write_json(self.args.json, self.result)
+
+    def known(self, kind: str, **values: Any) -> dict[str, Any] | None:
+        """The row of these values that was measured before."""
+        return next((row for row in self.result[kind] if all(row.get(n) == v for n, v in values.items())), None)
+
+    def losses(self, network: Network, model: Path, wires: list[str]) -> None:
+        for seed in range(self.args.seeds):
+            for wire in wires:
+                if self.known("loss", wire=wire, seed=seed) is None:
+                    self.keep("loss", self.train(network, model, wire, seed))
+
+    def times(self, network: Network, model: Path, wires: list[str], shares: list[float]) -> None:
+        """Of the first wire unshaped, then of all at the rate of each share."""
+        if self.known("time", share=None) is None:
+            self.keep("time", {"share": None, **self.time(network, model, wires[0], None)})
+        plain = self.known("time", share=None)
+        assert plain is not None
+        for share in shares:
+            some = self.known("time", share=share)
+            rate = some["rate"] if some else self.rate_for(network, model, wires[0], plain["warm"], share)
+            for wire in wires:
+                if self.known("time", share=share, wire=wire) is None:
+                    self.keep("time", {"share": share, **self.time(network, model, wire, rate)})
 
     def pretrain(self, network: Network) -> Path:
         """A model that knows some Python: bytes of the library, uncompressed."""
-        config = self._config(
-            "pretrain", "off", 0, {"corpus_bytes": 2_000_000}, {"steps": self.args.pretrain, "warmup": 20, "lr": 3e-3}
-        )
-        train_local(config, network=network, label="pre-training")
-        return Path(config.run.out) / "model"
+        model = self.folder / "pretrain" / "model"
+        if not (self.args.resume and model.exists()):
+            config = self._config(
+                "pretrain", "off", 0, {"corpus_bytes": 2_000_000},
+                {"steps": self.args.pretrain, "warmup": 20, "lr": 3e-3},
+            )  # fmt: skip
+            train_local(config, network=network, label="pre-training")
+        return model
 
     def train(self, network: Network, model: Path, wire: str, seed: int) -> dict[str, Any]:
         """Fine-tune unshaped: held-out loss by step, bytes by step."""
-        optim = {"epochs": self.args.epochs}
+        optim = {"epochs": self.args.epochs, "lr": self.args.lr}
         config = self._config(f"{wire}-{seed}", wire, seed, {"samples": self._windows()}, optim, model)
         events = train_local(config, network=network, label=f"{wire}, seed {seed}")
         evals = [(e["step"], e["held_out"]) for e in events if e["kind"] == "eval"]
@@ -115,7 +161,7 @@ class Bench:
         plain = wire in ("off", "bf16")
         steps = TIMED_BATCHES if plain else 2 * TIMED_BATCHES
         data = {"samples": TIMED_BATCHES * DOCUMENT["optim"]["batch"], "held_out": 0.0}
-        config = self._config(f"time-{wire}", wire, 0, data, {"steps": steps, "warmup": 0}, model)
+        config = self._config(f"time-{wire}", wire, 0, data, {"steps": steps, "warmup": 0, "lr": self.args.lr}, model)
         for host in range(RANKS):
             network.set_rate(host, "unlimited" if rate is None else rate)
         events = train_local(config, network=network, label=f"{wire} at {show_rate(rate)}")

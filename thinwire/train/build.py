@@ -17,6 +17,7 @@ from thinwire.train import tensor
 from thinwire.train.batches import Batches
 from thinwire.train.config import TrainConfig
 from thinwire.train.engine import Alone, Piped
+from thinwire.train.measure import cut_by_time
 from thinwire.train.mesh import Mesh, make_mesh
 from thinwire.train.models import Blueprint, build_stages, named_parameters, plan_model
 from thinwire.train.optim import total_steps
@@ -92,9 +93,10 @@ def _with_embedding(wire: Wire, config: TrainConfig, blueprint: Blueprint) -> Wi
 
 
 def build(config: TrainConfig, checked: Checked, say: Callable[[str], None]) -> Parts:
-    wire, samples, blueprint = checked.wire, checked.samples, checked.blueprint
+    wire, samples = checked.wire, checked.samples
     mesh = make_mesh(config.mesh, config.run.device)
     check_agreement("thinwire train", {"the configuration": repr(config), "the data": samples.digest}, None)
+    blueprint = cut_by_time(config, checked.blueprint, say)
     batches = Batches(samples, config.optim.batch, config.data.seed, mesh.replica, config.mesh.dp)
     mine = [stage for stage, rank in enumerate(config.mesh.plan().rank_of) if rank == mesh.position]
     cut = mesh.tp if config.mesh.tp > 1 else None

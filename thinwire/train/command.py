@@ -94,7 +94,8 @@ def _rank(config: TrainConfig, args: argparse.Namespace) -> int:
     _check_ranks(config.mesh, size, f"torchrun --nproc-per-node {config.mesh.ranks} -m thinwire train …, or --local")
     from thinwire.train.rank import record, train_rank
 
+    resume = args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun --max-restarts
     if rank == 0:
-        record(config, args.config, args.resume)
+        record(config, args.config, resume)
     alone, local = "WORLD_SIZE" not in os.environ, int(os.environ.get("LOCAL_RANK", 0))
-    return train_rank(config, args.resume, local_rank=local, alone=alone)
+    return train_rank(config, resume, local_rank=local, alone=alone)

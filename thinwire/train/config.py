@@ -108,6 +108,9 @@ class MeshConfig:
     )
     virtual: int | None = key(None, whole(1), "stages a rank, for the interleaved schedules", 2)
     microbatches: int = key(4, whole(1), "a pipeline pass")
+    split: str = key(
+        "parameters", one_of("parameters", "time"), "layers over stages by parameters, or by measured time"
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", _title(self.schedule))
@@ -177,6 +180,8 @@ class TrainConfig:
             raise UsageError(
                 f"[optim] batch = {self.optim.batch}: must be a multiple of dp × microbatches × accumulate = {parts}"
             )
+        if self.mesh.split == "time" and self.model.split_times is not None:
+            raise UsageError("[mesh] split = 'time': measures; leave [model] split_times out")
         positions = self.model.positions
         if positions and positions < self.data.seq_len:
             raise UsageError(f"[model] positions = {positions}: must be at least [data] seq_len = {self.data.seq_len}")

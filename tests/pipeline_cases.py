@@ -195,10 +195,10 @@ def faults() -> list[str]:
 
 
 def unseen() -> list[str]:
-    """The same, and equal mirrors, where the host looks at nothing before a step's end, as it does on a card."""
+    """The same where the host looks at nothing before a step's end, as it does on a card."""
     boundary.Channel = functools.partial(Channel, defer=True)  # type: ignore[misc]
     try:
-        return faults() + mirrors(8)
+        return faults()
     finally:
         boundary.Channel = Channel  # type: ignore[misc]
 

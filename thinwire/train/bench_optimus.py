@@ -30,6 +30,7 @@ from thinwire.units import parse_rate, show_bytes
 PARTS = ("all", "loss", "time", "stages")
 CUBE = {"dp": 2, "pp": 2, "tp": 2, "microbatches": 4}
 DEEP = {"dp": 2, "pp": 4, "microbatches": 4}
+MARK = ".bench-optimus"  # in a folder of ours
 TIMED = 4  # steps, the first of which does not count
 DOCUMENT: dict[str, dict[str, Any]] = {
     "model": {"hidden": 128, "layers": 4, "heads": 4},
@@ -88,8 +89,10 @@ def run(args: argparse.Namespace) -> int:
 class Bench:
     def __init__(self, folder: Path, args: argparse.Namespace, rungs: list[str]) -> None:
         self.folder, self.args, self.rungs = folder, args, rungs
-        if folder.exists() and any(folder.iterdir()) and not (folder / "pretrain").exists():
+        if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
             raise UsageError(f"--out {folder}: holds files that are not this bench's; name another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARK).touch()
         self.result: dict[str, Any] = {"settings": {k: v for k, v in vars(args).items() if k != "run"}, "loss": []}
         if args.json and Path(args.json).exists():
             self.result |= {k: v for k, v in json.loads(Path(args.json).read_text()).items() if k != "settings"}

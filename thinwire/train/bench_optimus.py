@@ -145,8 +145,11 @@ class Bench:
         return model
 
     def _fine_tuned(self, network: Network, model: Path, rung: str, seed: int) -> dict[str, Any]:
-        """Slices are synchronised fused; separate synchronisation is as exact (tests/test_tied.py)."""
+        """Slices are synchronised fused: separate synchronisation is as exact (tests/test_tied.py). Gradients are
+        compressed on all stages, since on an unshaped network slack would pick none."""
         wire = LADDER[rung] | ({"embedding": FUSED} if LADDER[rung]["embedding"] == SEPARATE else {})
+        if "gradient" in wire:
+            wire = wire | {"gradient": wire["gradient"] | {"stages": 1.0}}
         windows = round(self.args.samples / (1 - DOCUMENT["data"]["held_out"]))
         config = self._config(
             f"loss-{self.rungs.index(rung)}-{seed}", wire, seed, CUBE, model={"path": str(model)},

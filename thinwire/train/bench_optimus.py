@@ -150,9 +150,11 @@ class Bench:
         wire = LADDER[rung] | ({"embedding": FUSED} if LADDER[rung]["embedding"] == SEPARATE else {})
         if "gradient" in wire:
             wire = wire | {"gradient": wire["gradient"] | {"stages": 1.0}}
+        name = f"loss-{list(LADDER).index(rung)}-{seed}"
+        shutil.rmtree(self.folder / name, ignore_errors=True)
         windows = round(self.args.samples / (1 - DOCUMENT["data"]["held_out"]))
         config = self._config(
-            f"loss-{self.rungs.index(rung)}-{seed}", wire, seed, CUBE, model={"path": str(model)},
+            name, wire, seed, CUBE, model={"path": str(model)},
             data={"samples": windows}, optim={"epochs": self.args.epochs},
         )  # fmt: skip
         events = train_local(config, network=network, label=f"{rung}, seed {seed}")

@@ -388,8 +388,20 @@ def resume(stores: bool) -> list[str]:
     if mirrors_differ(whole, ids) or mirrors_differ(again, ids):
         return ["mirrors differ with stochastic rounding"]
     if stores:
-        return [] if equal and not cold and not heard else [f"resumed run differs: equal {equal}, {cold} cold, {heard}"]
+        good = equal and not cold and not heard and _other_shape(Run("ZBV", 4, wire), file) == 1
+        return [] if good else [f"resumed run differs: equal {equal}, {cold} cold, {heard}"]
     return [] if cold and not equal and len(heard) == 1 else [f"without stores: {cold} cold, {heard}"]
+
+
+def _other_shape(run: Run, file: io.BytesIO) -> int:
+    """How often a run is warned that resumes with shorter samples of the same ids."""
+    file.seek(0)
+    run.pipe.load_state_dict(torch.load(file, weights_only=True))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for ids, x, y in Data(24, 8, LENGTH - 2).epoch(0):
+            run.step(x, y, ids)
+    return sum("of another shape" in str(one.message) for one in heard)
 
 
 def evaluation() -> list[str]:
@@ -640,7 +652,14 @@ def told() -> list[str]:
     size = LENGTH * WIDTH * 2
     ends = len([lane for lane in run.pipe.lanes() if lane.per_sample])
     good = len(lines) == ends and all(f"{size} B a sample" in line and "for 1000 samples" in line for line in lines)
-    return [] if good else lines or ["nothing was said"]
+    wrong = [] if good else lines or ["nothing was said"]
+    before: list[str] = []
+    run = Run("1F1B", 4, DELTA, samples=1000, row=(LENGTH, WIDTH), say=before.append)
+    with run.pipe.step(ids=list(range(8)) if run.first else None):
+        if before != [line.replace("remembers", "will remember") for line in lines]:
+            wrong.append(f"before the first step: {before}, after it {lines}")
+        run._torch(*batch(8), [])
+    return wrong
 
 
 def replicas() -> list[str]:

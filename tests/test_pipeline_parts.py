@@ -21,6 +21,7 @@ from thinwire.parallel.bench_pipeline_modes import MODES, predicted_bytes
 from thinwire.parallel.boundary import Lane, Part
 from thinwire.parallel.dropout import SampleDropout, find_dropout, seed_dropout
 from thinwire.parallel.lazy import MESSAGES, MeanShare
+from thinwire.parallel.tally import store_forecast
 from thinwire.parallel.when import Plan, critical_sends, predicate
 from thinwire.planner.step import Send, Traffic
 from thinwire.wire import Link
@@ -226,6 +227,21 @@ def test_a_file_store_stays_on_disk(tmp_path):
     for lane in lanes:
         lane.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_without_room_shows_before_the_first_step(tmp_path, monkeypatch):
+    def forecast(samples, **more):
+        lane = Lane(Link(c.Quantize(4), m.Delta(path=str(tmp_path), **more)), "forward 0→1", "send", 0)
+        return store_forecast([lane], samples, (64, 100))[0]
+
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
+    assert "12.80 kB a sample" in forecast(70) and "896.00 kB for 70 samples" in forecast(70)
+    with pytest.raises(UsageError, match=r"1\.02 MB in .*, where 1\.00 MB are free"):
+        forecast(80)
+    assert "512.00 kB for 80 samples" in forecast(80, capacity=0.5) and "40.00 kB for 80" in forecast(
+        80, capacity="40kB"
+    )
+    assert "6.60 kB a sample" in forecast(80, store="int8")
 
 
 def test_nothing_grows():

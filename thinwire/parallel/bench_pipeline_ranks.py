@@ -201,11 +201,12 @@ def train(mode: Mode, setup: Setup, weights: str) -> dict[str, Any]:
 
 
 def time_steps(mode: Mode, setup: Setup, steps: int) -> dict[str, Any]:
-    """Seconds of `steps` cold steps (every sample new; where samples are remembered), then of as many warm ones; one
-    step before, not counted."""
+    """Seconds of `steps` cold steps (every sample new; where samples are remembered), then of as many warm ones; one of
+    each kind before, not counted."""
     rank, (_, samples, _) = Rank(mode, setup, ""), text(setup)
     seconds: dict[str, list[float]] = {"cold": [], "warm": []}
-    rank.step([-1 - i for i in range(setup.batch)], samples[: setup.batch])
+    for _ in range(2 if mode.per_sample else 1):
+        rank.step([-1 - i for i in range(setup.batch)], samples[: setup.batch])
     for kind in ("cold", "warm") if mode.per_sample else ("warm",):
         for step in range(steps):
             ids = [setup.batch * step + i for i in range(setup.batch)]

@@ -30,7 +30,7 @@ from thinwire.parallel.meet import Meeting, meet
 from thinwire.parallel.overlap import make_roads
 from thinwire.parallel.prefetch import Prefetch
 from thinwire.parallel.stage import CompressedStage, Spec
-from thinwire.parallel.tally import Tally, store_estimate
+from thinwire.parallel.tally import Tally, store_estimate, store_forecast
 from thinwire.parallel.when import Plan
 
 logger = logging.getLogger("thinwire.pipeline")
@@ -45,13 +45,14 @@ class Pipeline:
     `nonfinite`: gradients after a step that was rolled back. `evaluate`: uncompressed, or on the path of training;
     memory is left alone either way. `plan`: for when="critical". `scale` gives the loss scale of the step, so that
     residuals are kept in the gradient's own unit. `samples` in the data set: for the estimate of the stores' size,
-    which goes through `say` before the first step. `overlap`: frames travel beside the computation (overlap.py).
+    which goes through `say`: before the first step if `row`, the shape of one sample's activation, is given (a disk
+    without room for it is then an error), else after it. `overlap`: frames travel beside the computation (overlap.py).
     """
 
     def __init__(
         self, stages: Sequence[CompressedStage], *, nonfinite: str = "nan", evaluate: str = "exact",
         plan: Plan | None = None, scale: Callable[[], float] | None = None, samples: int | None = None,
-        say: Callable[[str], None] = logger.info, overlap: bool = False,
+        row: Sequence[int] | None = None, say: Callable[[str], None] = logger.info, overlap: bool = False,
     ) -> None:  # fmt: skip
         if not stages:
             raise UsageError("a Pipeline takes the CompressedStages of this rank, at least one")
@@ -61,16 +62,18 @@ class Pipeline:
         self.stages = sorted(stages, key=lambda stage: stage.stage_index)
         self.group, self.device = stages[0].group, torch.device(stages[0].device)
         self.nonfinite, self.evaluate, self.plan = nonfinite, evaluate, plan or Plan()
-        self.scale, self.samples, self.say, self.overlap = scale or (lambda: 1.0), samples, say, overlap
+        self.scale, self.say, self.overlap = scale or (lambda: 1.0), say, overlap
+        self.samples, self.row = samples, None if row is None else tuple(row)
         self.meeting: Meeting | None = None
         self.herald: Herald | None = None
         self.announced: Announcement | None = None
         self.skipped = False
         self.steps, self.skips, self.healed = 0, 0, 0
         self._scale = 1.0
+        self._loaded: int | None = None  # warm visits when state was loaded, until samples are met again
         self._shapes: dict[tuple[int, ...], list[list[Spec]]] = {}
         self._shape: tuple[int, ...] | None = None
-        self._prefetch = Prefetch()
+        self._prefetch, self._met = Prefetch(), False
         for stage in self.stages:
             stage.pipeline = self
 
@@ -122,6 +125,8 @@ class Pipeline:
                 )
             self.herald = Herald(self.group, self.meeting.place[0], self.device)
             self._warn_of_dropout()
+            for line in () if self.row is None else store_forecast(self.lanes(), self.samples, self.row):
+                self.say(line)
         return self.herald
 
     def _message(
@@ -163,14 +168,17 @@ class Pipeline:
 
     def _end(self, keep: bool, count: bool) -> None:
         self._prefetch.join()
-        for lane in self.lanes():
-            lane.end_step(keep, count)
-        self.announced = None
-        for stage in self.stages:
-            stage.announced = None
-            stage.early.drop()
+        try:
+            for lane in self.lanes():
+                lane.end_step(keep, count)
+        finally:  # a store that cannot be written (a full disk) is the error to show, not that a step is open
+            self.announced = None
+            for stage in self.stages:
+                stage.announced = None
+                stage.early.drop()
         if keep:
             self._estimate()
+            self._warn_of_shape()
 
     def _spoil_gradients(self) -> None:
         for stage in self.stages:
@@ -195,6 +203,7 @@ class Pipeline:
         for lane, _ in lanes:
             lane.load(ids)
         pairs = [Pair(peer, lane.digests(ids)) for lane, peer in lanes]
+        self._met = any(bool((pair.mine >= 0).any()) for pair in pairs)
         for (lane, _), pair, theirs in zip(lanes, pairs, swap_words(pairs, self.group, self.device)):
             self.healed += lane.agree(ids, pair.mine, theirs)
 
@@ -252,10 +261,17 @@ class Pipeline:
         }
 
     def _estimate(self) -> None:
-        """Once, after the first step: how large the stores will become."""
-        if self.steps == 1:
+        """Once, after the first step: how large the stores will become, if nothing was known before it."""
+        if self.steps == 1 and self.row is None:
             for line in store_estimate(self.lanes(), self.samples):
                 self.say(line)
+
+    def _warn_of_shape(self) -> None:
+        """Once after loading: this step met samples of the loaded stores, and none of them could be used."""
+        if self._loaded is not None and self._met:
+            if self.stats.warm == self._loaded:
+                warnings.warn("the loaded samples' memory is of another shape: samples start cold", stacklevel=4)
+            self._loaded = None
 
     def _warn_of_dropout(self) -> None:
         assert self.meeting is not None
@@ -294,6 +310,7 @@ class Pipeline:
         self.steps, self._scale = int(mine["step"]), float(mine["scale"])
         for prefix, lane in self._places():
             lane.load_state_dict({n.removeprefix(prefix): v for n, v in mine.items() if n.startswith(prefix)})
+        self._loaded = self.stats.warm
         if self.steps and any(lane.per_sample and not lane.remembers() for lane in self.lanes()):
             warnings.warn("the loaded state has no samples' memory: every sample starts cold", stacklevel=2)
 

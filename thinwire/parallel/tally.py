@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
+
+from thinwire.errors import UsageError
+from thinwire.memory.store import RamStore, parse_capacity
 from thinwire.parallel.boundary import Lane
 from thinwire.units import show_bytes
 
@@ -41,6 +48,30 @@ class Tally:
 def _sum(lanes: Iterable[Lane], way: str, field: str) -> int:
     mine = [lane for lane in lanes if lane.end == "send" and lane.name.startswith(way)]
     return sum(getattr(channel.stats, field) for lane in mine for _, channel in lane.channels())
+
+
+def store_forecast(lanes: Iterable[Lane], samples: int | None, row: Sequence[int]) -> list[str]:
+    """The same before the first step, for rows of that shape. UsageError where a disk has too little room."""
+    out, needed = [], dict[Path, float]()
+    for lane in (lane for lane in lanes if lane.per_sample):
+        memory = lane.memory
+        size = RamStore(memory.store).pack(torch.zeros(tuple(row))).nbytes
+        line = f"{lane.name} ({lane.end}) will remember {show_bytes(size)} a sample in {memory.path or 'RAM'}"
+        if samples is not None:
+            share, limit = parse_capacity(memory.capacity)
+            total = min(share * size * samples, math.inf if limit is None else limit)
+            line += f", {show_bytes(total)} for {samples} samples"
+            if memory.path is not None:
+                needed[Path(memory.path)] = needed.get(Path(memory.path), 0.0) + total
+        out.append(line)
+    for folder, total in needed.items():
+        free = shutil.disk_usage(folder).free  # made by the stores already
+        if total > free:
+            raise UsageError(
+                f"this rank's stores will take {show_bytes(total)} in {folder}, where {show_bytes(free)} are free: "
+                "give another path, a capacity such as 0.5, or store = 'int8'"
+            )
+    return out
 
 
 def store_estimate(lanes: Iterable[Lane], samples: int | None) -> list[str]:

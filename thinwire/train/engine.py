@@ -87,7 +87,8 @@ class Piped:
             for index, stage in sorted(stages.items())
         ]  # fmt: skip
         self.loss = Loss(config.mesh.dp)
-        self.pipeline = Pipeline(self.parts, plan=Plan(config.mesh.schedule), samples=samples, say=say)
+        row = config.data.seq_len, self.width
+        self.pipeline = Pipeline(self.parts, plan=Plan(config.mesh.schedule), samples=samples, row=row, say=say)
         kind = get_schedule_class(config.mesh.schedule)
         given: Any = self.parts if issubclass(kind, PipelineScheduleMulti) else self.parts[0]
         self.schedule: Any = kind(given, config.mesh.microbatches, loss_fn=self.loss, scale_grads=False)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from thinwire.errors import UsageError
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import load
 from thinwire.train.metrics import Metrics, read_events
+from thinwire.train.rank import join
 
 SMALL = """
 [model]
@@ -123,14 +125,14 @@ def rank_of_torchrun(launcher, rank):
 
 
 @pytest.mark.timeout(200)
-def test_torchrun_names_a_lost_rank(tmp_path):
-    """kill -9 of a rank under torchrun: the other says whose, unless torchrun ends it first and says so itself; both
-    end, and the newest checkpoint is whole. (A restart by torchrun itself is not tested here: see docs/log.md.)"""
-    text = SMALL.format(mesh="dp = 2", out=tmp_path / "out", wire="").replace("steps = 2", "steps = 240")
+def test_torchrun_names_a_lost_rank_and_goes_on(tmp_path):
+    """kill -9 of a rank under torchrun: the other says whose, unless torchrun ends it first and says so itself; the
+    restart takes the newest whole checkpoint."""
+    text = SMALL.format(mesh="dp = 2", out=tmp_path / "out", wire="").replace("steps = 2", "steps = 120")
     (tmp_path / "run.toml").write_text(text.replace("[run]", "[run]\ncheckpoint_every = 8"))
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     words += ["-m", "thinwire", "train", str(tmp_path / "run.toml")]
-    said = tmp_path / "said"
+    metrics, said = tmp_path / "out" / "metrics.jsonl", tmp_path / "said"
     with said.open("w") as log:
         launcher = subprocess.Popen(
             [sys.executable, *words], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
@@ -140,13 +142,23 @@ def test_torchrun_names_a_lost_rank(tmp_path):
             while not (tmp_path / "out" / "checkpoints" / "step-00000016").exists() and time.monotonic() < until:
                 time.sleep(0.05)
             os.kill(rank_of_torchrun(launcher.pid, 1), signal.SIGKILL)
-            status = launcher.wait(90)
+            status = launcher.wait(190)
         finally:
             launcher.kill()
             launcher.wait()
     heard = said.read_text()
-    assert status != 0 and ("lost rank 1" in heard or "(exitcode: -9) local_rank: 1" in heard), heard[-3000:]
-    assert (tmp_path / "out" / "checkpoints" / "step-00000016").exists()
+    assert status == 0 and ("lost rank 1" in heard or "(exitcode: -9) local_rank: 1" in heard), heard[-3000:]
+    resumed = int(heard.partition("resumed at step ")[2].split()[0])
+    assert resumed >= 16 and resumed % 8 == 0
+    assert [e["step"] for e in read_events(metrics) if e["kind"] == "step"] == list(range(1, 121))
+
+
+def test_restarts_on_several_machines_want_a_new_store(monkeypatch):
+    for name, value in {"USE_AGENT_STORE": "True", "MAX_RESTARTS": "3", "RESTART_COUNT": "0"}.items():
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="--max-restarts 3 .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        join("gloo", timedelta(seconds=1))
 
 
 @pytest.fixture

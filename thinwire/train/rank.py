@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import threading
@@ -42,7 +43,7 @@ def train_rank(
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     else:
-        dist.init_process_group(backend, timeout=limit)
+        join(backend, limit)
     signs = Signs()
     try:
         Trainer(config, resume=resume, local_rank=local_rank, say=_say, rate=rate, checked=checked).fit()
@@ -56,6 +57,29 @@ def train_rank(
         signs.close()
     dist.destroy_process_group()
     return 0
+
+
+def join(backend: str, limit: timedelta) -> None:
+    """Meet the others, as torchrun's variables say.
+
+    A restart by torchrun finds the last attempt's addresses in the store that the agent keeps: who reads before the
+    others have written calls ranks that are dead. So every attempt has names of its own. Agents of several machines
+    count attempts differently; there only a store of the ranks' own is new at every attempt.
+    """
+    say = os.environ.get
+    attempts = int(say("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if say("TORCHELASTIC_USE_AGENT_STORE") != "True" or attempts == 0:
+        dist.init_process_group(backend, timeout=limit)
+        return
+    if say("GROUP_WORLD_SIZE") != "1":
+        raise UsageError(
+            f"torchrun --max-restarts {attempts} on several machines would hand restarted ranks the addresses of dead "
+            "ones: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend c10d, or restart by hand"
+        )
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
+    names = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=names, rank=rank, world_size=size, timeout=limit)
 
 
 def take_card(local_rank: int) -> None:

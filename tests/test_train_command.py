@@ -157,7 +157,7 @@ def test_restarts_on_several_machines_want_a_new_store(monkeypatch):
     for name, value in {"USE_AGENT_STORE": "True", "MAX_RESTARTS": "3", "RESTART_COUNT": "0"}.items():
         monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="--max-restarts 3 .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with pytest.raises(UsageError, match=r"--max-restarts 3 .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         join("gloo", timedelta(seconds=1))
 
 

@@ -24,6 +24,7 @@ from thinwire.collectives import thresholds
 from thinwire.collectives.base import Collective, Metered
 
 RATE, DENSITY = "1gbit", 0.01
+STEPS = 5  # exchanges that are timed; their median counts
 FIRST = (("fp32", "int32"), ("int8", "coded"))  # codings of entries: the papers', ours
 
 
@@ -97,8 +98,8 @@ def rank_main(device_name: str, folder: str, scale: int, steps: int, seconds: fl
             finish()
             took.append(links.meet(time.perf_counter() - start))
         sent = links.meet(float((group.sent - before) / timed))
-        typical = statistics.median(took)  # a new number of low bits compiles a kernel, within a step
-        row = {"ranks": size, "method": name, "s": typical, "slowest_s": max(took), "MB": sent / 1e6,
+        typical = statistics.median(took)
+        row = {"ranks": size, "method": name, "s": typical, "each_s": took, "MB": sent / 1e6,
                "selection": picking / typical if picking else None, "values": n}  # fmt: skip
         table.append(row)
         if rank == 0:
@@ -120,7 +121,7 @@ def measure(device: str = "cuda", seconds: float = 150.0, sizes: Any = (8, 2, 4)
         for size in sizes:
             left = end - time.monotonic()
             if left > 15:
-                rows += links.on_links(rank_main, size, device, left, scale, 3)[0]
+                rows += links.on_links(rank_main, size, device, left, scale, STEPS)[0]
     print(f"{'ranks':>5}  {'method':28}{'s':>8}{'MB sent':>9}{'selection':>11}")
     for row in sorted(rows, key=lambda row: row["ranks"]):
         share = f"{row['selection']:.1%}" if row["selection"] else ""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_ranks
+import gpu_trace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from thinwire.units import parse_rate
 RANKS = 4
 PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.parallel.pipeline")
 BF16 = torch.bfloat16
+HEADERS = 66  # bytes before a segment's data: Ethernet 14, IP 20, TCP with time stamps 32
 
 
 @dataclass(frozen=True)
@@ -63,19 +65,24 @@ WIRES: dict[str, Any] = {
     "AQ 3/6": {"forward": delta(3, None), "backward": quantize(6)},
     "ours 3/3": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
     "ours 3/3, torch's order": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
-    "ours 3/3, depth 4": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
+    "ours 3/3, depth 2": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
+    "ours 3/3, depth 3": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
+    "ours 3/3, depth 6": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
 }
+DEPTH = 4  # micro-batches in flight at a stage beyond those at the next, if the name does not say
 IN_TURN = ("fp32, torch", "ours 3/3, torch's order")  # torch's own order of sending and computing
 ALL, THIN = tuple(WIRES)[:7], ("AQ 4/8", "AQ 3/6", "ours 3/3")
 CELLS: list[tuple[str, tuple[str, ...]]] = [  # in order of worth: the last are left out where time is short
     ("unlimited", ALL), ("10gbit", ALL[1:]), ("1gbit", ALL), ("100mbit", (*THIN, "bf16")), ("300mbit", ALL[1:]),
     ("500mbit", ALL[1:]), ("250mbit", ALL[1:6]),
 ]  # fmt: skip
-DEPTH = (*THIN, "ours 3/3, depth 4")
-REST: list[tuple[str, tuple[str, ...]]] = [  # a second run: rates of a quarter, and more micro-batches in flight
-    ("unlimited", DEPTH), ("300mbit", DEPTH[2:]), ("250mbit", DEPTH[2:]), ("75mbit", DEPTH[:3]), ("125mbit", DEPTH),
-    ("100mbit", DEPTH[3:]), ("25mbit", DEPTH[2:3]),
+OURS = THIN[2:]
+REST: list[tuple[str, tuple[str, ...]]] = [  # a second run: rates of a quarter, and what takes long
+    ("unlimited", ALL[1:6]), ("75mbit", THIN), ("125mbit", THIN), ("2500mbit", ALL[1:6]), ("25mbit", OURS),
+    ("100mbit", ALL[1:2]),
 ]  # fmt: skip
+DEPTHS = (*OURS, "ours 3/3, depth 2", "ours 3/3, depth 3", "ours 3/3, depth 6")
+AHEAD: list[tuple[str, tuple[str, ...]]] = [(rate, DEPTHS) for rate in ("unlimited", "300mbit", "250mbit", "100mbit")]
 
 
 class Layer(nn.Module):
@@ -146,7 +153,7 @@ class Run:
             self.stage.roads = Run.roads if overlap and Run.roads else {}
         self.schedule = Schedule1F1B(self.stage, size.microbatches, loss_fn=loss_of)
         if name not in IN_TURN:
-            run_ahead(self.schedule, 4 if "depth 4" in name else 2)
+            run_ahead(self.schedule, int(name.partition("depth ")[2] or DEPTH))
         g = torch.Generator().manual_seed(1)
         tokens = torch.randint(0, size.vocabulary, (size.microbatches, size.length + 1), generator=g).to(device)
         self.x, self.y = tokens[:, :-1], tokens[:, 1:]
@@ -192,15 +199,28 @@ def meet(value: float = 0.0) -> float:
     return float(largest)
 
 
-def timed(run: Run, optimiser: torch.optim.Optimizer, steps: int, device: torch.device) -> float:
+def shaped_bytes() -> int:
+    """Bytes that have left this host's link so far, as its token bucket counts them: TCP hands over many segments as
+    one packet with one header, the interface counts that, the bucket one for every segment."""
+    with open("/proc/self/net/dev") as lines:
+        fields = next((line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:")), ["0"] * 16)
+    with open("/proc/self/net/snmp") as lines:
+        names, counts = (line.split() for line in lines if line.startswith("Tcp:"))
+    tcp = dict(zip(names[1:], map(int, counts[1:])))
+    return int(fields[8]) + HEADERS * (tcp["OutSegs"] + tcp["RetransSegs"] - int(fields[9]))
+
+
+def timed(run: Run, optimiser: torch.optim.Optimizer, steps: int, device: torch.device) -> tuple[float, float]:
+    """(seconds, bytes that leave the busiest link) a step."""
     finish = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     finish()
     meet()
-    began = time.perf_counter()
+    began, before = time.perf_counter(), shaped_bytes()
     for _ in range(steps):
         run.step(optimiser)
     finish()
-    return meet(time.perf_counter() - began) / steps
+    took, left = time.perf_counter() - began, shaped_bytes() - before
+    return meet(took) / steps, meet(left) / steps
 
 
 def rank_main(device_name: str, folder: str, size: Size, cells: Any, seconds: float) -> list[dict[str, Any]]:
@@ -213,9 +233,9 @@ def rank_main(device_name: str, folder: str, size: Size, cells: Any, seconds: fl
     runs, sent, table = {}, {}, []
     for name in dict.fromkeys(name for _, names in cells for name in names):  # cold, then warm, on links without limit
         runs[name] = Run(name, module, size, device)
-        took = [timed(runs[name], optimiser, 1, device) for _ in range(2)]
+        took = [timed(runs[name], optimiser, 1, device)[0] for _ in range(2)]
         before = runs[name].sent()
-        took.append(timed(runs[name], optimiser, 1, device))
+        took.append(timed(runs[name], optimiser, 1, device)[0])
         sent[name] = int(meet(runs[name].sent() - before)) or int(meet(_plain_bytes(size, rank)))
         if rank == 0:
             print(f"warm-up of {name}: {[round(t, 2) for t in took]} s, {sent[name] / 1e6:.1f} MB", flush=True)
@@ -229,41 +249,31 @@ def rank_main(device_name: str, folder: str, size: Size, cells: Any, seconds: fl
             if meet(time.monotonic() - began) + guess > seconds:
                 continue
             steps = 3 if guess < 3 else 1
-            took = timed(runs[name], optimiser, steps, device)
+            took, left = timed(runs[name], optimiser, steps, device)
             if rate == "unlimited":
                 unshaped[name] = took
-            bound = max(unshaped.get(name, 0.0), floor)
+            bound, link = (max(unshaped.get(name, 0.0), s) for s in (floor, left * 8 / bits if bits else 0.0))
             row = {
                 "rate": rate, "method": name, "step_s": took, "sequences/s": size.microbatches / took,
-                "bytes": sent[name], "floor_s": floor, "of_bound": took / bound if bound else None, "steps": steps,
+                "bytes": sent[name], "link_bytes": left, "floor_s": floor, "steps": steps,
+                "of_bound": took / bound if bound else None, "of_link_bound": took / link if link else None,
             }  # fmt: skip
             table.append(row)
             if rank == 0:
                 print("row " + json.dumps(row), flush=True)
-    asker.rate("unlimited")
     if device.type == "cuda" and "ours 3/3" in runs:
-        table += profile(runs["ours 3/3"], optimiser, rank)
+        ours = runs["ours 3/3"]
+        for rate in gpu_trace.RATES:
+            asker.rate(rate)
+            seen = gpu_trace.record(lambda: ours.step(optimiser), ours.stage.roads, folder, rate)
+            table.append({"trace": rate} | seen)
+    asker.rate("unlimited")
     return table
 
 
 def _plain_bytes(size: Size, rank: int) -> float:
     ways = 2 if 0 < rank < dist.get_world_size() - 1 else 1
     return float(ways * size.microbatches * size.length * size.width * 4)
-
-
-def profile(run: Run, optimiser: torch.optim.Optimizer, rank: int) -> list[dict[str, Any]]:
-    """Where the second rank's card time goes in one step, unshaped."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        run.step(optimiser)
-        torch.cuda.synchronize()
-    groups = {"nccl": 0.0, "codec": 0.0, "rest": 0.0}
-    for event in seen.key_averages():
-        name = event.key
-        kind = "nccl" if "nccl" in name.lower() else "codec" if name.startswith("_") else "rest"
-        groups[kind] += event.device_time_total / 1e6
-    return [{"profile": groups}] if rank == 1 else []
 
 
 @contextmanager
@@ -308,14 +318,14 @@ def measure(
     with shared_card(device) as shared:
         tables = on_links(rank_main, RANKS, device, seconds, size, cells or CELLS)
     rows = [row for row in tables[0] if "rate" in row]
-    found = next((row["profile"] for table in tables for row in table if "profile" in row), None)
-    print(f"{'rate':>10} {'method':24}{'s a step':>9}{'seq/s':>8}{'MB':>8}{'× bound':>9}")
+    traces = [{"rank": rank} | row for rank, table in enumerate(tables) for row in table if "trace" in row]
+    print(f"{'rate':>10} {'method':24}{'s a step':>9}{'seq/s':>8}{'MB':>8}{'× bound':>9}{'on link':>9}{'× bound':>9}")
     for row in rows:
-        bound = f"{row['of_bound']:.2f}" if row["of_bound"] else ""
-        print(f"{row['rate']:>10} {row['method']:24}{row['step_s']:9.2f}{row['sequences/s']:8.1f}"
-              f"{row['bytes'] / 1e6:8.1f}{bound:>9}")  # fmt: skip
-    print("profile of rank 1, unshaped:", found)
-    return {"multi-process service": shared, "rows": rows, "profile": found}
+        bound, link = (f"{row[name]:.3f}" if row[name] else "" for name in ("of_bound", "of_link_bound"))
+        print(f"{row['rate']:>10} {row['method']:24}{row['step_s']:9.3f}{row['sequences/s']:8.1f}"
+              f"{row['bytes'] / 1e6:8.1f}{bound:>9}{row['link_bytes'] / 1e6:9.1f}{link:>9}")  # fmt: skip
+    gpu_trace.show(traces)
+    return {"multi-process service": shared, "rows": rows, "traces": traces}
 
 
 if __name__ == "__main__":  # a trial on the CPU

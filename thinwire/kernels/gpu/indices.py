@@ -1,6 +1,7 @@
 """Elias–Fano and bitmap index coding in Triton. Encoding sets bits by atomics; decoding counts, then writes.
 
-The message is one little-endian bit stream: low parts from bit 0, the high bit vector from byte `cut`.
+The message is one little-endian bit stream: low parts from bit 0, the high bit vector from byte `cut`. The number of
+low bits and the place in memory change from one message to the next, so no kernel is compiled for either.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from thinwire.kernels.indices import elias_fano_bytes, low_bits
 SIZE = 1024  # indices, or bytes of a bit vector, a program handles
 
 
-@triton.jit(do_not_specialize=["k", "base"])
-def _encode(index, wire, k, base, LOW: tl.constexpr, RANKED: tl.constexpr, SIZE: tl.constexpr):
-    """Set bit base + (index >> LOW) (+ rank, if RANKED), and put the LOW bits below at rank · LOW."""
+@triton.jit(do_not_specialize=["k", "base", "low"])
+def _encode(index, wire, k, base, low, RANKED: tl.constexpr, SIZE: tl.constexpr):
+    """Set bit base + (index >> low) (+ rank, if RANKED), and put the low bits below at rank · low."""
     words = wire.to(tl.pointer_type(tl.uint32))
     rank = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     inside = rank < k
     value = tl.load(index + rank, mask=inside, other=0)
-    position = base + (value >> LOW) + (rank if RANKED else 0)
+    position = base + (value >> low) + (rank if RANKED else 0)
     one = tl.full([SIZE], 1, tl.uint32) << (position & 31).to(tl.uint32)
     tl.atomic_or(words + (position >> 5), one, mask=inside, sem="relaxed")
-    for first in tl.static_range(0, LOW, 16):  # 16 bits at a time: shifted by up to 31 they touch two words
-        place = rank * LOW + first
-        part = (value >> first) & ((1 << (LOW - first if LOW - first < 16 else 16)) - 1)
+    for first in range(0, low, 16):  # 16 bits at a time: shifted by up to 31 they touch two words
+        place = rank * low + first
+        part = (value >> first) & ((1 << tl.minimum(low - first, 16)) - 1)
         part = part << (place & 31)
         tl.atomic_or(words + (place >> 5), part.to(tl.uint32), mask=inside, sem="relaxed")
         over = (part >> 32).to(tl.uint32)
@@ -43,7 +44,7 @@ def _ones(byte):
     return (fours + (fours >> 4)) & 0x0F
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["wire"])
 def _count(wire, counts, size, SIZE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     byte = tl.load(wire + place, mask=place < size, other=0).to(tl.int32)
@@ -51,19 +52,19 @@ def _count(wire, counts, size, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _low_part(wire, rank, mask, LOW: tl.constexpr):
-    """The LOW bits at bit rank · LOW."""
-    first = rank * LOW
+def _low_part(wire, rank, mask, low):
+    """The low bits at bit rank · low."""
+    first = rank * low
     held = tl.zeros_like(rank)
-    for i in tl.static_range((LOW + 14) // 8):
+    for i in range((low + 14) // 8):
         place = (first >> 3) + i
-        needed = mask & (place * 8 < first + LOW)
+        needed = mask & (place * 8 < first + low)
         held |= tl.load(wire + place, mask=needed, other=0).to(tl.int64) << (8 * i)
-    return (held >> (first & 7)) & ((1 << LOW) - 1)
+    return (held >> (first & 7)) & ((tl.full([], 1, tl.int64) << low) - 1)
 
 
-@triton.jit(do_not_specialize=["size"])
-def _place(high, lows, ends, index, size, LOW: tl.constexpr, RANKED: tl.constexpr, SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["size", "low"], do_not_specialize_on_alignment=["high", "lows"])
+def _place(high, lows, ends, index, size, low, RANKED: tl.constexpr, SIZE: tl.constexpr):
     """index[rank] of every set bit; ends: ones up to and including each program's bytes."""
     start = tl.program_id(0).to(tl.int64) * SIZE
     place = start + tl.arange(0, SIZE)
@@ -75,9 +76,7 @@ def _place(high, lows, ends, index, size, LOW: tl.constexpr, RANKED: tl.constexp
     mask = (byte[:, None] >> bit) & 1 == 1
     value = place[:, None] * 8 + bit
     if RANKED:
-        value = (value - rank) << LOW
-    if LOW > 0:
-        value |= _low_part(lows, rank, mask, LOW)
+        value = ((value - rank) << low) | _low_part(lows, rank, mask, low)
     tl.store(index + rank, value, mask=mask)
 
 
@@ -94,7 +93,7 @@ def _encoded(index, size, base, low, ranked):
     wire = torch.zeros((size + 3) // 4 * 4, dtype=torch.uint8, device=index.device)  # atomics work on whole words
     k = index.numel()
     programs = triton.cdiv(k, SIZE)
-    launch(_encode, programs, index.contiguous(), wire, k, base, LOW=low, RANKED=ranked, SIZE=SIZE)
+    launch(_encode, programs, index.contiguous(), wire, k, base, low, RANKED=ranked, SIZE=SIZE)
     return wire[:size]
 
 
@@ -116,7 +115,5 @@ def _decoded(wire, cut, k, low, ranked):
     found = int(ends[-1])
     index = torch.empty(found, dtype=torch.int64, device=wire.device)
     if found == k:
-        launch(
-            _place, programs, high, wire, ends, index, high.numel(), LOW=low, RANKED=ranked, SIZE=SIZE,
-        )  # fmt: skip
+        launch(_place, programs, high, wire, ends, index, high.numel(), low, RANKED=ranked, SIZE=SIZE)
     return index

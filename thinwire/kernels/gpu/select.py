@@ -2,6 +2,7 @@
 
 x is read once, to mark: a bit a value, and a count a tile. Then each tile's place in the output is known, the number
 of entries before it: the marks, a small share of x's size, become indices, and the same program fetches their values.
+Where the output's size is given, one pass is enough (compact.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from thinwire.kernels.gpu import compact
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch
 from thinwire.kernels.gpu.radix import histogram, kth_bits
@@ -19,7 +21,6 @@ __all__ = ["histogram", "kth_magnitude", "scatter_add", "select", "select_into",
 
 SIZE, MARK_WARPS = 8192, 8  # values a program marks, or entries it adds
 TILE, PLACE_WARPS = 16384, 1  # values whose entries a program places; SIZE divides TILE
-PAD = 4096  # places left over that a program fills
 GROUP = 256  # tiles counted together: a program adds up the groups before its own, then the tiles before it
 
 
@@ -92,15 +93,13 @@ def _ranked(marks, counts, tile, n, count, TILE: tl.constexpr, GROUP: tl.constex
 
 @triton.jit(do_not_specialize=["n", "room", "count"])
 def _place(
-    marks, counts, limit, x, index, values, found, n, room, count,
+    marks, counts, limit, x, index, values, n, room, count,
     TIES: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Indices and values of the first `room` entries: all that are marked and, with TIES, the first limit[1] of the
     second row."""
     tile = tl.program_id(0).to(tl.int64)
     words, ones, rank, before = _ranked(marks, counts, tile, n, count, TILE, GROUP)
-    if tile == count - 1:
-        tl.store(found, before + tl.max(rank + ones))
     if TIES:
         marks, counts = _second_row(marks, counts, count, TILE, GROUP)
         equal, more, ties, ties_before = _ranked(marks, counts, tile, n, count, TILE, GROUP)
@@ -124,15 +123,6 @@ def _place(
         tl.store(values + before + rank, tl.load(x + place, mask=taken_here, other=0), mask=taken_here)
         rank += taken.to(tl.int32)
         words = words ^ bit
-
-
-@triton.jit(do_not_specialize=["room"])
-def _pad(index, values, found, room, SIZE: tl.constexpr):
-    """Index −1 and value 0 from entry `found` on."""
-    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    left = (place >= tl.load(found)) & (place < room)
-    tl.store(index + place, place * 0 - 1, mask=left)
-    tl.store(values + place, tl.zeros([SIZE], values.dtype.element_ty), mask=left)
 
 
 @triton.jit(do_not_specialize=["n", "k"])
@@ -169,8 +159,7 @@ def select(x, threshold, cap):
 
 def select_into(x, threshold, index, values):
     """No host synchronisation."""
-    limit = _limit(x, threshold)
-    return _written(x, _marked(x, limit), limit, index, values, pad=True)
+    return compact.select_into(x, _limit(x, threshold), index, values)
 
 
 def _limit(x, threshold):
@@ -198,15 +187,11 @@ def _marked(x, limit, low=0, ties=False):
     return marks, counts
 
 
-def _written(x, marked, limit, index, values, ties=False, pad=False):
-    """Fill index and values; returns how many entries there are, 0-d (with ties: above the limit)."""
+def _written(x, marked, limit, index, values, ties=False):
+    """Fill index and values."""
     n, room, count = x.numel(), index.numel(), _tiles(x)
-    found = torch.zeros((), dtype=torch.int64, device=x.device)
     constants = {"TIES": ties, "TILE": TILE, "GROUP": GROUP}
-    launch(_place, count, *marked, limit, x, index, values, found, n, room, count, **constants, warps=PLACE_WARPS)
-    if pad:
-        launch(_pad, triton.cdiv(room, PAD), index, values, found, room, SIZE=PAD)
-    return found
+    launch(_place, count, *marked, limit, x, index, values, n, room, count, **constants, warps=PLACE_WARPS)
 
 
 def scatter_add(out, index, values):

@@ -61,7 +61,7 @@ def test_init_writes_what_train_reads(tmp_path, capsys):
     ("pp = 2\nmicrobatches = 1", "", [], "microbatches = 1"),
     ("depth = 2", "", [], "depth"),
     ("", "[wire]\npreset = 'maximum'", [], "maximum"),
-    ("", "[wire]\npreset = 'auto'", [], "auto"),
+    ("", "[wire]\nauto = 'yes'", [], "auto = 'yes'"),
     ("", "[wire.gradient]\ncollective = 'low_rank'\nrank = 2\nstages = [1]", [], "the last of 1 stages is 0"),
     ("", "", ["--rate", "1mbit"], "--local"),
     ("", "", ["--wire", "thin"], "thin"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -17,12 +16,13 @@ from thinwire.errors import UsageError
 from thinwire.lab import Network, check
 from thinwire.lab.errors import LabError
 from thinwire.planner.actions import Schedule
+from thinwire.planner.critical import choose_by
 from thinwire.planner.schedule import generate
 from thinwire.stages import check_stages, chosen_stages
 from thinwire.train import build
 from thinwire.train.metrics import read_events
 from thinwire.train.selection import fitted
-from thinwire.train.slack import Times, pick
+from thinwire.train.timing import Measured
 from thinwire.wire import Wire
 
 CUBE = {"dp": 2, "pp": 2, "tp": 2}
@@ -143,7 +143,16 @@ def test_a_share_is_of_the_earliest_stages(rule, count, chosen):
 
 
 def evenly(schedule: Schedule, exact: float, packed: float) -> frozenset[int]:
-    return pick(schedule, [Times(1.0, 2.0, 0.1, 0.1, exact, packed)] * schedule.stages)
+    """Of even stages whose messages take 0.1, the ones whose gradients slack picks."""
+    count = schedule.stages
+    ways = ("forward", "backward")
+    measured = Measured(
+        [1.0] * count, [2.0] * count, {way: [80.0] * count for way in ways}, {way: [0.0] * count for way in ways},
+        {way: [1.0] for way in ways}, {way: [[0.0, 0.0]] for way in ways},
+        {"gradient": [[exact] * count, [packed] * count]},
+    )  # fmt: skip
+    plain, full = (measured.step(schedule, {"forward": 0, "backward": 0, "gradient": level}) for level in (0, 1))
+    return choose_by(plain, full, {}, "slack").gradients
 
 
 def test_slack_picks_the_stages_that_the_step_waits_for():
@@ -182,5 +191,5 @@ def test_selected_stages_only_are_compressed(tmp_path):
     both = [a | b for a, b in zip(*ranks[:2])]
     assert both[:2] == [{0, 1, 2}, {0, 3}] and both[3] == set()
     for at, name in ((2, "slack"), (4, "optimus")):
-        found = json.loads((tmp_path / name / "stages.json").read_text())
-        assert both[at] == set(found["stages"]) and len(found["times"]) == 4
+        said = [e["text"] for e in read_events(tmp_path / name / "metrics.jsonl") if e["kind"] == "note"]
+        assert f"of stages {sorted(both[at]) or 'none'}" in said[-1]

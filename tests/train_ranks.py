@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.train import auto
+from thinwire.train.auto import Decision
 from thinwire.train.config import TrainConfig, read_config
 from thinwire.train.loop import Trainer
 from thinwire.train.rank import train_rank
@@ -41,16 +43,21 @@ def settings(out: str | Path, wire: dict[str, Any] | None = None, **changed: dic
 
 def digests(config: TrainConfig, resume: bool = False) -> dict[str, float]:
     """Train; every parameter (or slice of one) of this rank as a sum that any changed bit would change."""
+    return trained(config, resume)[0]
+
+
+def trained(config: TrainConfig, resume: bool) -> tuple[dict[str, float], Trainer]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     trainer = Trainer(config, resume=resume, say=lambda line: None)
     trainer.fit()
-    return {
+    sums = {
         saved_name(name, p, p, trainer.parts.mesh.slice): float(
             (p.detach().double().flatten() * torch.arange(1, p.numel() + 1).double().sqrt()).sum()
         )
         for name, p in trainer.parts.named.items()
     }
+    return sums, trainer
 
 
 def several(configs: list[tuple[TrainConfig, bool]]) -> list[dict[str, float]]:
@@ -74,3 +81,22 @@ def compressed(configs: list[TrainConfig]) -> list[set[int]]:
         out.append({int(name.split(".")[2]) for name in names})
         update.close()
     return out
+
+
+def decided(configs: list[tuple[TrainConfig, bool]]) -> list[tuple[Decision | None, dict[str, float]]]:
+    """Train each; what the planner decided there, and the weights as sums."""
+    out = []
+    for config, resume in configs:
+        sums, trainer = trained(config, resume)
+        out.append((trainer.parts.decision, sums))
+    return out
+
+
+def without_measuring(configs: list[tuple[TrainConfig, bool]]) -> list[tuple[Decision | None, dict[str, float]]]:
+    """The same where nothing may be measured."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("a resumed run measures nothing")
+
+    auto.measure = refuse
+    return decided(configs)

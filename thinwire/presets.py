@@ -4,11 +4,15 @@ A name under `codec` or `collective` is a constructor, the other keys its argume
 too. `when` says which messages: always, Optimus-CC's epilogue, or critical: those without slack in the simulator;
 `stages` whose gradients (stages.py).
 `embedding` is the tied one: one exchange over both its stages (fused), or one on each and one between them.
+`auto` measures first, and does at most what the rest says: the preset of that name is "max" with it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from thinwire.errors import UsageError
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     # fp32, as torch sends it
@@ -64,3 +68,15 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "embedding": {"collective": "quantized", "bits": 4, "memory": "error_feedback", "sync": "fused"},
     },
 }
+
+
+def written_out(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A `[wire]` table without its `preset`: the preset's sections, and over them the table's. `auto` alone is the
+    preset of that name."""
+    rest = dict(table)
+    name = rest.pop("preset", "auto" if rest.get("auto") is True and len(rest) == 1 else "off")
+    if name == "auto":
+        return {"auto": True, **PRESETS["max"], **rest}
+    if not isinstance(name, str) or name not in PRESETS:
+        raise UsageError(f"[wire] preset = {name!r}: allowed are auto, {', '.join(PRESETS)}")
+    return {**PRESETS[name], **rest}

@@ -10,7 +10,7 @@ feedback) unless another memory is named: without it they would train another mo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from thinwire import codecs, collectives, memory
@@ -19,7 +19,7 @@ from thinwire.collectives import Collective, Dense
 from thinwire.errors import UsageError
 from thinwire.memory import ErrorFeedback, Memory, Plain
 from thinwire.naming import construct, plain_name
-from thinwire.presets import PRESETS
+from thinwire.presets import written_out
 from thinwire.stages import Stages, check_stages
 
 MEMORIES: dict[str, Callable[..., Memory]] = {
@@ -130,12 +130,8 @@ class Wire:
             return wire
         if isinstance(wire, Collective):
             return Wire(gradient=wire)  # type: ignore[arg-type]
-        if wire == "auto":
-            return replace(Wire.of("max"), auto=True)
         if isinstance(wire, str):
-            if wire not in PRESETS:
-                raise UsageError(f"preset {wire!r}: allowed are auto, {', '.join(PRESETS)}")
-            return Wire.of(PRESETS[wire])
+            return _read({"preset": wire})
         if not isinstance(wire, Mapping):
             raise UsageError(f"wire = {wire!r}: must be a Wire, a preset's name, a table or a collective")
         return _read(wire)
@@ -143,13 +139,12 @@ class Wire:
 
 def _read(table: Mapping[str, Any]) -> Wire:
     """`[wire]`: sections over a `preset`, and `auto`."""
-    rest = dict(table)
-    base = Wire.of(rest.pop("preset")) if "preset" in rest else Wire()
+    rest = written_out(table)
     allowed = [f.name for f in fields(Wire)]
     for key in rest:
         if key not in allowed:
             raise UsageError(f"[wire] {key}: no such key; allowed are preset, {', '.join(allowed)}")
-    return replace(base, **rest)
+    return Wire(**rest)
 
 
 def _link(name: str, given: Any) -> Link | None:

@@ -256,7 +256,7 @@ class Pipeline:
         return {
             "nonfinite": self.nonfinite,
             "evaluate": self.evaluate,
-            "plan": repr(self.plan),
+            "plan": str(self.plan),
             "overlap": repr(self.overlap),
         }
 

@@ -31,6 +31,11 @@ class Plan:
     hop: float = 0.2
     sends: frozenset[Send] | None = None
 
+    def __str__(self) -> str:
+        """Equal for equal plans in every process: a set's own order is not."""
+        sends = None if self.sends is None else [f"{t} {s}/{m}" for t, s, m in sorted(self.sends)]
+        return f"schedule {self.schedule}, hop {self.hop}, sends {sends}"
+
 
 def predicate(
     when: str | Predicate, traffic: Traffic, plan: Plan, ranks: int, stages: int, microbatches: int

@@ -9,11 +9,12 @@ messages only. The sets name messages by (traffic, stage, micro-batch), so both 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from thinwire.planner.simulate import Result, simulate
 from thinwire.planner.step import Hop, Send, Step, Traffic
+from thinwire.stages import SLACK, Stages, chosen_stages
 
 Predicate = Callable[[Send], bool]
 
@@ -37,6 +38,25 @@ def choose(plain: Step, packed: Step) -> Choice:
         if latest.result.makespan < best.result.makespan:
             best = latest
     return best
+
+
+def choose_by(plain: Step, packed: Step, when: Mapping[Traffic, str], stages: Stages) -> Choice:
+    """The set by the rules of a wire: `when` of each kind of messages, `stages` of gradients. Slack decides where they
+    leave it to slack ("critical", "slack"), and nowhere else."""
+    last = epilogue(packed)
+    listed = frozenset[int]() if stages == SLACK else chosen_stages(stages, packed.schedule.stages)
+
+    def fixed(send: Send) -> bool:
+        if send.traffic is Traffic.GRADIENT:
+            return send.stage in listed
+        rule = when.get(send.traffic, "always")
+        return rule == "always" or (rule == "epilogue" and last(send))
+
+    def allowed(send: Send) -> bool:
+        left = stages == SLACK if send.traffic is Traffic.GRADIENT else when.get(send.traffic) == "critical"
+        return left or fixed(send)
+
+    return choose(mixed(plain, packed, fixed), mixed(plain, packed, allowed))
 
 
 def _outcome(plain: Step, packed: Step, picked: set[Send]) -> Choice:

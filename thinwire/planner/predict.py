@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from thinwire.planner import sizes
 from thinwire.planner.config import Run
-from thinwire.planner.critical import Choice, choose, epilogue, mixed
+from thinwire.planner.critical import Choice, choose, choose_by
 from thinwire.planner.model import Shape, units, values
 from thinwire.planner.network import Cost, Link
 from thinwire.planner.settings import Setting, Wire
 from thinwire.planner.simulate import Result, simulate
 from thinwire.planner.step import Hop, Send, Step, Traffic
-from thinwire.stages import SLACK, chosen_stages
 from thinwire.units import show_rate
 
 OFF = Wire("off")
@@ -24,22 +23,9 @@ def predict(run: Run, wire: Wire, cold: bool = False) -> Result:
     """The step under these settings. `cold`: no sample has been seen before, so deltas are sent whole."""
     packed = _step(run, wire, cold)
     plain = _step(run, Wire(OFF.name, embedding=wire.embedding, fused=wire.fused), cold)
-    rule = {
-        kind: setting.when if setting else "always"
-        for kind, setting in zip(Traffic, (wire.forward, wire.backward, None, None))
-    }
-    last = epilogue(packed)
-    stages = wire.gradient.stages if wire.gradient else 1.0
-    chosen = frozenset[int]() if stages == SLACK else chosen_stages(stages, run.schedule.stages)
-
-    def fixed(send: Send) -> bool:
-        if send.traffic is Traffic.GRADIENT:
-            return send.stage in chosen
-        return rule[send.traffic] == "always" or (rule[send.traffic] == "epilogue" and last(send))
-
-    if "critical" in rule.values() or stages == SLACK:
-        return choose(mixed(plain, packed, fixed), packed).result
-    return simulate(mixed(plain, packed, fixed))
+    sections = {Traffic.FORWARD: wire.forward, Traffic.BACKWARD: wire.backward}
+    when = {traffic: setting.when for traffic, setting in sections.items() if setting}
+    return choose_by(plain, packed, when, wire.gradient.stages if wire.gradient else 1.0).result
 
 
 def worth(run: Run, wire: Wire) -> tuple[Choice, Result]:

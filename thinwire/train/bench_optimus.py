@@ -25,6 +25,7 @@ from thinwire.report.show import table, write_json
 from thinwire.train.bench_optimus_figure import draw
 from thinwire.train.config import TrainConfig, read_config
 from thinwire.train.local import PRELOAD, train_local
+from thinwire.train.metrics import read_events
 from thinwire.units import parse_rate, show_bytes
 
 PARTS = ("all", "loss", "time", "stages")
@@ -119,20 +120,23 @@ class Bench:
         from thinwire.planner.critical import mixed
         from thinwire.planner.simulate import simulate
         from thinwire.planner.step import Send, Traffic
-        from thinwire.train.slack import Times, steps
+        from thinwire.train.timing import Measured
 
         rows = []
         with Network(hosts=8, rate=self.args.rate, preload=PRELOAD) as network:
             slack = self._timed(network, {"gradient": OPTIMUS["gradient"]}, "slack", tied=False)
-            found = json.loads((self.folder / "slack" / "stages.json").read_text())
-            plain, packed = steps(self._config("plan", {}, 0, DEEP).mesh.plan(), [Times(**t) for t in found["times"]])
+            events = read_events(self.folder / "slack" / "metrics.jsonl")
+            found = next(event for event in events if event["kind"] == "decision")
+            measured, schedule = Measured(**found["measured"]), self._config("plan", {}, 0, DEEP).mesh.plan()
+            exact = {"forward": 0, "backward": 0, "embedding": 0}
+            plain, packed = (measured.step(schedule, exact | {"gradient": level}) for level in (0, 1))
             for count in range(DEEP["pp"] + 1):
                 chosen = list(range(count))
                 wire = {"gradient": OPTIMUS["gradient"] | {"stages": chosen}}
                 picked = frozenset(Send(Traffic.GRADIENT, stage, 0) for stage in chosen)
                 row = {"stages": chosen, "simulated": simulate(mixed(plain, packed, picked.__contains__)).makespan}
                 rows.append(row | self._timed(network, wire, f"first-{count}", tied=False))
-        self._keep("stages", {"rows": rows, "slack": slack, "picked": found["stages"], "times": found["times"]})
+        self._keep("stages", {"rows": rows, "slack": slack, "picked": found["stages"], "times": found["measured"]})
 
     # --- single runs
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.collectives import Dense
 from thinwire.errors import UsageError
 from thinwire.parallel.agree import check_agreement
+from thinwire.parallel.when import Plan
 from thinwire.stages import SLACK, chosen_stages
 from thinwire.train import tensor
+from thinwire.train.auto import Decision, check_auto, decide
 from thinwire.train.batches import Batches
 from thinwire.train.config import TrainConfig
 from thinwire.train.engine import Alone, Piped
@@ -22,7 +24,7 @@ from thinwire.train.mesh import Mesh, make_mesh
 from thinwire.train.models import Blueprint, build_stages, named_parameters, plan_model
 from thinwire.train.optim import total_steps
 from thinwire.train.samples import Samples, make_samples
-from thinwire.train.selection import select
+from thinwire.train.selection import select, with_fitting_rank
 from thinwire.train.stage import Stage
 from thinwire.train.tokenizer import open_tokenizer
 from thinwire.train.update import Update
@@ -38,6 +40,7 @@ class Parts:
     blueprint: Blueprint
     stages: Mapping[int, Stage]
     named: dict[str, nn.Parameter]
+    decision: Decision | None  # of the planner, where the wire left it something
     engine: Alone | Piped
     update: Update
     samples: Samples
@@ -46,11 +49,13 @@ class Parts:
 
     def about(self) -> dict[str, Any]:
         """The first event of a run."""
-        mesh = self.config.mesh
+        mesh, wire = self.config.mesh, self.config.wire if self.decision is None else self.decision.wire
+        given = self.config.wire
+        name = given.get("preset", "auto" if given.get("auto") else "custom" if given else "off")
         return {
-            "name": str(self.config.wire.get("preset", "custom" if self.config.wire else "off")),
+            "name": str(name),
             "mesh": {k: getattr(mesh, k) for k in ("dp", "pp", "tp", "schedule", "microbatches")},
-            "wire": dict(self.config.wire), "parameters": sum(map(torch.Size.numel, self.blueprint.shapes.values())),
+            "wire": dict(wire), "parameters": sum(map(torch.Size.numel, self.blueprint.shapes.values())),
             "samples": len(self.samples.train), "steps": self.steps,
         }  # fmt: skip
 
@@ -67,8 +72,7 @@ class Checked:
 def check(config: TrainConfig) -> Checked:
     """Wire, data, and a model that can be cut as the mesh says; mistakes are UsageErrors."""
     wire = Wire.of(config.wire)
-    if wire.auto:
-        raise UsageError("[wire] auto: only compress_ddp measures and decides; name a preset here")
+    check_auto(wire)
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.path)
     samples = make_samples(config.data, tokenizer)
     Batches(samples, config.optim.batch, config.data.seed, 0, config.mesh.dp)
@@ -92,8 +96,9 @@ def _with_embedding(wire: Wire, config: TrainConfig, blueprint: Blueprint) -> Wi
     return replace(wire, embedding=given)
 
 
-def build(config: TrainConfig, checked: Checked, say: Callable[[str], None]) -> Parts:
-    wire, samples = checked.wire, checked.samples
+def build(config: TrainConfig, checked: Checked, say: Callable[[str], None], kept: Tensor | None = None) -> Parts:
+    """Called by all ranks together. `kept`: the decision that a checkpoint holds."""
+    samples = checked.samples
     mesh = make_mesh(config.mesh, config.run.device)
     check_agreement("thinwire train", {"the configuration": repr(config), "the data": samples.digest}, None)
     blueprint = cut_by_time(config, checked.blueprint, say)
@@ -102,12 +107,19 @@ def build(config: TrainConfig, checked: Checked, say: Callable[[str], None]) -> 
     cut = mesh.tp if config.mesh.tp > 1 else None
     stages = build_stages(blueprint, mine, config.run.seed, config.run.device, config.run.recompute, cut)
     named = tensor.local_parameters(named_parameters(stages))
+    wire = with_fitting_rank(checked.wire, named, say)
+    decision = decide(config, wire, mesh, stages, named, kept, say)
+    if decision is not None and wire.auto:
+        wire = _with_embedding(with_fitting_rank(Wire.of(decision.wire), named, say), config, blueprint)
+    plan = Plan(config.mesh.schedule, sends=None if decision is None else decision.picked())
     engine: Alone | Piped = (
-        Alone(config, stages[0]) if config.mesh.pp == 1 else Piped(config, wire, mesh, stages, len(samples.train), say)
+        Alone(config, stages[0])
+        if config.mesh.pp == 1
+        else Piped(config, wire, plan, mesh, stages, len(samples.train), say)
     )
-    update = Update(config, select(config, wire, mesh, stages, named, say), mesh, named, _tied(stages))
+    update = Update(config, select(config, wire, decision, stages, named), mesh, named, _tied(stages))
     steps = total_steps(config.optim, batches.steps_per_epoch)
-    return Parts(config, mesh, blueprint, stages, named, engine, update, samples, batches, steps)
+    return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
 
 
 def _tied(stages: Mapping[int, Stage]) -> str | None:

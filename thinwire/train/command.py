@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", default="0ms", help="one way between hosts, with --local (default 0ms)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in [run] out")
     parser.add_argument("--out", help="instead of [run] out")
-    parser.add_argument("--wire", metavar="PRESET", help="instead of [wire]: off, bf16, safe, …")
+    parser.add_argument("--wire", metavar="PRESET", help="instead of [wire]: auto, off, bf16, safe, …")
     parser.add_argument("--timeout", type=float, default=None, help="seconds a local run may take (default: no limit)")
 
 
@@ -51,8 +51,8 @@ def _config(args: argparse.Namespace) -> TrainConfig:
     if args.out:
         config = replace(config, run=replace(config.run, out=args.out))
     if args.wire:
-        if args.wire not in PRESETS:
-            raise UsageError(f"--wire {args.wire}: allowed are {', '.join(PRESETS)}")
+        if args.wire not in ("auto", *PRESETS):
+            raise UsageError(f"--wire {args.wire}: allowed are auto, {', '.join(PRESETS)}")
         config = replace(config, wire={"preset": args.wire})
     return config
 

@@ -198,7 +198,8 @@ SECTIONS: dict[str, type] = {
 
 WIRE = f"""\
 [wire]                       # what crosses the slow network; a preset, or a table for each kind of traffic
-# preset = "safe"            # {", ".join(PRESETS)}
+# preset = "safe"            # auto, {", ".join(PRESETS)}
+# auto = true                # measure before the first step, and do at most what the rest says: exact where that is as fast
 """
 
 

@@ -72,7 +72,7 @@ class Piped:
     """This rank's stages under one of torch's schedules; their messages are the wire's business."""
 
     def __init__(
-        self, config: TrainConfig, wire: Wire, mesh: Mesh, stages: Mapping[int, Stage], samples: int,
+        self, config: TrainConfig, wire: Wire, plan: Plan, mesh: Mesh, stages: Mapping[int, Stage], samples: int,
         say: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.rank_of, self.group, self.microbatches = config.mesh.plan().rank_of, mesh.pp, config.mesh.microbatches
@@ -88,7 +88,7 @@ class Piped:
         ]  # fmt: skip
         self.loss = Loss(config.mesh.dp)
         row = config.data.seq_len, self.width
-        self.pipeline = Pipeline(self.parts, plan=Plan(config.mesh.schedule), samples=samples, row=row, say=say)
+        self.pipeline = Pipeline(self.parts, plan=plan, samples=samples, row=row, say=say)
         kind = get_schedule_class(config.mesh.schedule)
         given: Any = self.parts if issubclass(kind, PipelineScheduleMulti) else self.parts[0]
         self.schedule: Any = kind(given, config.mesh.microbatches, loss_fn=self.loss, scale_grads=False)

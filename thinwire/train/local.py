@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,21 @@ def _watched(
     if not resume and path.exists():
         path.unlink()
     job = net.start(_train, config, resume, rate, per_host=config.mesh.tp, echo=False)
-    while not job.watch(WATCH) and not read_events(path):  # how long it will be stands in the first event
+    while not job.watch(WATCH) and not any(
+        e["kind"] == "run" for e in read_events(path)
+    ):  # it says how long it will be
         _check_time(job, timeout)
     total = next((event["steps"] for event in read_events(path) if event["kind"] == "run"), 1)
     with progress(label, total) as advance:
-        while not job.watch(WATCH):
+        running = True
+        while running:
+            running = not job.watch(WATCH)
             events = [e for e in read_events(path) if e["kind"] in ("step", "eval", "note")]
             for event in events[seen:]:
-                advance(describe(event), int(event["kind"] == "step"))
+                if event["kind"] == "note":
+                    print(event["text"], file=sys.stderr, flush=True)
+                else:
+                    advance(describe(event), int(event["kind"] == "step"))
             seen = len(events)
             _check_time(job, timeout)
     job.results()
@@ -64,8 +72,6 @@ def _check_time(job: Job, timeout: float | None) -> None:
 
 def describe(event: dict[str, Any]) -> str:
     """A line of progress."""
-    if event["kind"] == "note":
-        return str(event["text"])
     if event["kind"] == "eval":
         return f"held-out loss {event['held_out']:.4f}"
     sent = sum(event[f"{kind}_bytes"] for kind in ("forward", "backward", "gradient", "embedding"))

@@ -10,6 +10,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from thinwire.train.publish import publish
 from thinwire.train.tensor import concerns, plain_name, read_back, saved_name
 from thinwire.train.totals import Totals
 
+DECISION = "decision"  # its name in a checkpoint
+
 
 class Trainer:
     """One rank of a run. `say` prints a line on rank 0."""
@@ -40,16 +43,22 @@ class Trainer:
         self.rank = dist.get_rank()
         self.say = say if self.rank == 0 else (lambda line: None)
         self.metrics: Metrics | None = None
-        self.parts: Parts = build(config, checked or check(config), self._note)
+        self.notes: list[str] = []  # from before there are metrics
+        checked = checked or check(config)
         self.checkpoints = Checkpoints(self.out / CHECKPOINTS, config.run.keep, local_rank)
-        self.step, self.seconds, self.stopping = 0, 0.0, False
-        self.totals = Totals(self.parts.engine, self.parts.update, config.mesh.dp * config.mesh.tp)
         found = self.checkpoints.agreed_newest()
         if found is not None:
             refuse_second_run(self.out, resume)
+        kept = None if found is None else self.checkpoints.read(found, DECISION.__eq__).get(DECISION)
+        self.parts: Parts = build(config, checked, self._note, kept)
+        self.step, self.seconds, self.stopping = 0, 0.0, False
+        self.totals = Totals(self.parts.engine, self.parts.update, config.mesh.dp * config.mesh.tp)
+        if found is not None:
             self._load(found)
         if self.rank == 0:
             self.metrics = Metrics(self.out, self.step if found is not None else None)
+        for text in self.notes:
+            self._write("note", text=text)
         self.steps = self.parts.steps
 
     def fit(self) -> float:
@@ -67,6 +76,8 @@ class Trainer:
         config, held_out = self.config.run, math.nan
         if self.step == 0:
             self._write("run", **self.parts.about(), rate=self.rate)
+            if self.parts.decision is not None:
+                self._write("decision", **asdict(self.parts.decision))
             self._evaluate()
         while self.step < self.steps:
             self._train_step()
@@ -129,6 +140,8 @@ class Trainer:
     def _note(self, text: str) -> None:
         """A line for whoever looks: on the terminal of rank 0, and in the metrics."""
         self.say(text)
+        if self.metrics is None:
+            self.notes.append(text)
         self._write("note", text=text)
 
     def _write(self, kind: str, **values: Any) -> None:
@@ -151,6 +164,8 @@ class Trainer:
             state[f"{own}/rng on card"] = torch.cuda.get_rng_state()
         state |= {f"data/{name}": torch.tensor(value) for name, value in self.parts.batches.state_dict().items()}
         state["cut"] = self._cut()
+        if self.parts.decision is not None:
+            state[DECISION] = self.parts.decision.pack()
         return state | {"step": torch.tensor(self.step), "seconds": torch.tensor(self.seconds, dtype=torch.float64)}
 
     def _load(self, path: Path) -> None:

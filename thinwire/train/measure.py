@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from thinwire.errors import UsageError
 from thinwire.train.checkpoint import CHECKPOINTS, whole
 from thinwire.train.config import TrainConfig
+from thinwire.train.links import elapsed
 from thinwire.train.models import Blueprint, build_stages
 from thinwire.train.split import split_layers
 from thinwire.train.stage import Stage
@@ -62,21 +65,23 @@ def _seconds(config: TrainConfig, blueprint: Blueprint, index: int, layers: rang
     stage = build_stages(own, [index], config.run.seed, config.run.device, config.run.recompute)[index]
     tokens = torch.zeros(config.microbatch, config.data.seq_len, dtype=torch.int64, device=config.run.device)
     hidden = torch.zeros(*tokens.shape, blueprint.hidden, dtype=blueprint.dtype, device=config.run.device)
-    _once(stage, tokens if stage.is_first else hidden, tokens)
-    return min(_once(stage, tokens if stage.is_first else hidden, tokens) for _ in range(RUNS))
+    once(stage, tokens if stage.is_first else hidden, tokens)
+    return min(sum(once(stage, tokens if stage.is_first else hidden, tokens)) for _ in range(RUNS))
 
 
-def _once(stage: Stage, x: Tensor, labels: Tensor) -> float:
-    """Forward and backward, as far as there is something to train."""
-    began = time.perf_counter()
+def once(
+    stage: Stage, x: Tensor, labels: Tensor, context: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> tuple[float, float]:
+    """Seconds forward (with the loss) and backward, as far as there is something to train."""
     given = x.clone().requires_grad_(x.is_floating_point() and stage.needs_input_grad)
-    out = stage(given)
-    if out.requires_grad:
-        loss = nn.functional.cross_entropy(out.float().flatten(0, 1), labels.flatten()) if stage.is_last else out.sum()
+    began = time.perf_counter()
+    with context():
+        out = stage(given).float()
+    loss = nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten()) if stage.is_last else out.sum()
+    forward, began = elapsed(began, x.device), time.perf_counter()
+    if loss.requires_grad:
         loss.backward()
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    return time.perf_counter() - began
+    return forward, elapsed(began, x.device)
 
 
 def _kind(blueprint: Blueprint, layer: int) -> tuple[object, ...]:

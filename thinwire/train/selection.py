@@ -13,9 +13,8 @@ from torch import nn
 
 from thinwire.collectives import LowRank
 from thinwire.stages import SLACK, chosen_stages
+from thinwire.train.auto import Decision
 from thinwire.train.config import TrainConfig
-from thinwire.train.mesh import Mesh
-from thinwire.train.slack import picked
 from thinwire.train.stage import Stage
 from thinwire.train.tensor import dim_cut
 from thinwire.wire import Reduction, Wire
@@ -24,17 +23,15 @@ SHRINKS = 4  # what a low rank has to save at least of every matrix, as a factor
 
 
 def select(
-    config: TrainConfig, wire: Wire, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter],
-    say: Callable[[str], None],
+    config: TrainConfig, wire: Wire, decision: Decision | None, stages: Mapping[int, Stage],
+    named: Mapping[str, nn.Parameter],
 ) -> Wire:  # fmt: skip
-    """The wire as this rank uses it; all ranks call it together."""
+    """The wire as this rank's reducer uses it; `decision` where stages are chosen by slack."""
     if wire.gradient is None:
         return wire
-    wire = replace(wire, gradient=fitted(wire.gradient, _shapes(named), say))
-    assert wire.gradient is not None
     if wire.gradient.stages == SLACK:
-        chosen = picked(config, wire, mesh, stages, named) if config.mesh.dp > 1 else frozenset()
-        say(f"gradients compressed by slack: stages {sorted(chosen) or 'none'} of {len(config.mesh.plan().rank_of)}")
+        assert decision is not None, "what slack decides is decided before"
+        chosen = frozenset(decision.stages)
     else:
         chosen = chosen_stages(wire.gradient.stages, len(config.mesh.plan().rank_of))
     left_out = {n for i, stage in stages.items() if i not in chosen for n, _ in stage.named_parameters()}
@@ -42,6 +39,12 @@ def select(
         left_out |= {name for name, p in named.items() if dim_cut(p) is None}
     exclude = (*wire.gradient.exclude, *sorted(left_out & named.keys()))
     return replace(wire, gradient=replace(wire.gradient, exclude=exclude))
+
+
+def with_fitting_rank(wire: Wire, named: Mapping[str, nn.Parameter], say: Callable[[str], None]) -> Wire:
+    if wire.gradient is None:
+        return wire
+    return replace(wire, gradient=fitted(wire.gradient, [tuple(p.shape) for p in named.values()], say))
 
 
 def fitted(reduction: Reduction, shapes: Iterable[tuple[int, ...]], say: Callable[[str], None]) -> Reduction:
@@ -54,7 +57,3 @@ def fitted(reduction: Reduction, shapes: Iterable[tuple[int, ...]], say: Callabl
         return reduction
     say(f"[wire.gradient] rank = {reduction.collective.rank}: too high for these matrices, {fits} is used")
     return replace(reduction, collective=replace(reduction.collective, rank=fits))
-
-
-def _shapes(named: Mapping[str, nn.Parameter]) -> list[tuple[int, ...]]:
-    return [tuple(p.shape) for p in named.values()]

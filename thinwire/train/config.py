@@ -199,7 +199,7 @@ SECTIONS: dict[str, type] = {
 WIRE = f"""\
 [wire]                       # what crosses the slow network; a preset, or a table for each kind of traffic
 # preset = "safe"            # auto, {", ".join(PRESETS)}
-# auto = true                # measure before the first step, and do at most what the rest says: exact where that is as fast
+# auto = true                # measured before the first step: the rest is the most that is done, exact if as fast
 """
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/pipeline_store.py [width] [length] [rows] [layers]
 
-Four stages under 1F1B on an unshaped network, 3 bits each way, warm samples, the next batch prefetched; kinds take turns,
-and a step's time is that of its slowest rank. Medians, and their ratio to direct quantisation.
+Four stages under 1F1B on an unshaped network, 3 bits each way, warm samples, the next batch prefetched; the kinds take
+turns, and a step's time is that of its slowest rank. Medians, and their ratio to direct quantisation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def steps(kind: str, folder: str, setup: Setup) -> list[float]:
 
 
 if __name__ == "__main__":
-    width, length, rows, layers = [int(word) for word in sys.argv[1:]] or (256, 128, 4, 4)
+    width, length, rows, layers = [int(word) for word in sys.argv[1:]] or (128, 64, 4, 1)
     setup = Setup(stages=4, width=width, layers=layers, length=length, rows=rows, samples=512)
     taken: dict[str, list[float]] = {}
     with Network(hosts=4, preload=PRELOAD) as net, tempfile.TemporaryDirectory() as folder:

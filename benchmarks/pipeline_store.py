@@ -41,6 +41,7 @@ def steps(kind: str, folder: str, setup: Setup) -> list[float]:
         dist.barrier()
         start = time.perf_counter()
         rank.optimiser.zero_grad()
+        assert rank.pipe is not None
         with rank.pipe.step(ids=batches[step % BATCHES], next_ids=batches[(step + 1) % BATCHES]):
             rank._torch(samples[: setup.batch])
         rank.optimiser.step()

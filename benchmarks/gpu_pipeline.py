@@ -66,10 +66,9 @@ WIRES: dict[str, Any] = {
     "ours 3/3": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
     "ours 3/3, torch's order": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
     "ours 3/3, depth 2": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
-    "ours 3/3, depth 3": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
-    "ours 3/3, depth 6": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
+    "ours 3/3, depth 4": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
 }
-DEPTH = 4  # micro-batches in flight at a stage beyond those at the next, if the name does not say
+DEPTH = 3  # micro-batches in flight at a stage beyond those at the next, if the name does not say
 IN_TURN = ("fp32, torch", "ours 3/3, torch's order")  # torch's own order of sending and computing
 ALL, THIN = tuple(WIRES)[:7], ("AQ 4/8", "AQ 3/6", "ours 3/3")
 CELLS: list[tuple[str, tuple[str, ...]]] = [  # in order of worth: the last are left out where time is short
@@ -81,7 +80,7 @@ REST: list[tuple[str, tuple[str, ...]]] = [  # a second run: rates of a quarter,
     ("unlimited", ALL[1:6]), ("75mbit", THIN), ("125mbit", THIN), ("2500mbit", ALL[1:6]), ("25mbit", OURS),
     ("100mbit", ALL[1:2]),
 ]  # fmt: skip
-DEPTHS = (*OURS, "ours 3/3, depth 2", "ours 3/3, depth 3", "ours 3/3, depth 6")
+DEPTHS = (*OURS, "ours 3/3, depth 2", "ours 3/3, depth 4")
 AHEAD: list[tuple[str, tuple[str, ...]]] = [(rate, DEPTHS) for rate in ("unlimited", "300mbit", "250mbit", "100mbit")]
 
 
@@ -248,7 +247,7 @@ def rank_main(device_name: str, folder: str, size: Size, cells: Any, seconds: fl
             guess = max(unshaped.get(name, 1.0), floor) * (1.5 if name not in IN_TURN else 2.5)
             if meet(time.monotonic() - began) + guess > seconds:
                 continue
-            steps = 3 if guess < 3 else 1
+            steps = min(5, max(1, int(8 / guess)))
             took, left = timed(runs[name], optimiser, steps, device)
             if rate == "unlimited":
                 unshaped[name] = took

@@ -18,11 +18,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from inputs import DISTRIBUTIONS, tensor
 
+from thinwire.codecs import frame
 from thinwire.kernels import bits, checksum, delta, hadamard, indices, quantize, scales, select, sign, ternary
 from thinwire.kernels import random as rng
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OPS = ("bits", "checksum", "delta", "hadamard", "indices", "quantize", "select", "sign", "ternary")
+OPS = ("bits", "checksum", "delta", "hadamard", "indices", "quantize", "seal", "select", "sign", "ternary")
 
 
 @contextlib.contextmanager
@@ -338,6 +339,26 @@ def test_damaged_indices_are_refused_alike(n, data):
 def test_checksum(n, seed, offset):
     data = noise(n, 256, seed)
     assert int(checksum.checksum(data, "reference")) == int(checksum.checksum(shifted(data, offset), "gpu"))
+
+
+@few(15)
+@given(st.sampled_from([16, 17, 18, 1000, 32768 + 16, 40001]), st.integers(0, 99), st.sampled_from([None, True, False]))
+def test_frames_are_sealed_and_inspected_alike(n, seed, finite):
+    """And a frame that is damaged, in any header field or in the body, is seen."""
+    header = frame.Header(seed % 2, seed * 700, 2**32 + 5 - seed, frame.key_hash(seed))
+    flag = None if finite is None else torch.tensor(finite)
+    sent = noise(n, 256, seed)
+    frames = both(lambda to, impl: frame.seal(header, to(sent), None if flag is None else to(flag), impl))
+    assert same(*frames)
+    for at in (None, *range(16), n - 1):
+        got = frames[0].clone()
+        if at is not None:
+            got[at] ^= 1 << (seed + at) % 8
+        said = both(lambda to, impl, got=got: torch.stack(frame.inspect(to(got), header, impl)[:2]))
+        assert same(*said) and bool(said[0][0]) == (at is None), at
+    assert bool(said[1][1]) == (finite is not False)
+    other = frame.Header(header.kind, header.count + 1, header.step, header.key)
+    assert not any(frame.inspect(got, other, impl)[0] for got, impl in zip(frames, ("reference", "gpu")))
 
 
 def test_positions_beyond_32_bits_hash_as_in_the_reference():

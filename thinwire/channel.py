@@ -98,7 +98,7 @@ class Channel:
         else:
             kind, finite = framing.ROWS, self.rows.encode(key, x, self._seed, body, later)
         if isinstance(finite, Tensor):
-            self.doubts.add(key, torch.ones_like(finite), finite)
+            self.doubts.add(key, None, finite)
             framing.seal(self._header(key, kind), frame, finite)
         else:
             if not finite and nonfinite == "raise":

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels.checksum import PRIME, checksum, weight
+from thinwire.kernels.dispatch import choose, load
 from thinwire.kernels.random import derive
 
 VERSION = 2
@@ -36,9 +38,12 @@ def key_hash(key: object) -> int:
     return derive("key", key) % 2**32
 
 
-def seal(header: Header, frame: Tensor, finite: Tensor | None = None) -> Tensor:
+def seal(header: Header, frame: Tensor, finite: Tensor | None = None, impl: str | None = None) -> Tensor:
     """Write the header before the body that `frame` (uint8) holds from byte 16 on. `finite`, 0-d bool on the frame's
     device, says NONFINITE where it is false, without the host looking."""
+    if choose(frame, impl) == "gpu":
+        load("gpu", "seal").seal(frame, _words(header), NONFINITE << 8, finite)
+        return frame
     frame[:BYTES] = from_host(_pack(header), frame.device)
     if finite is not None:
         frame[1] += NONFINITE * ~finite
@@ -61,10 +66,13 @@ def unseal(frame: Tensor, expected: Header) -> tuple[int, Tensor]:
     return kind, frame[BYTES:]
 
 
-def inspect(frame: Tensor, expected: Header) -> tuple[Tensor, Tensor, Tensor]:
+def inspect(frame: Tensor, expected: Header, impl: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(is it the expected one, is its content finite, body), the first two 0-d bools on the frame's device: `unseal`
     without the host looking. `expected.kind` is compared too."""
     _check_length(frame)
+    if choose(frame, impl) == "gpu":
+        good, finite = load("gpu", "seal").inspect(frame, _words(expected), NONFINITE << 8)
+        return good, finite, frame[BYTES:]
     said = frame[:12] == from_host(_pack(expected)[:12], frame.device)
     flagged = frame[1] == expected.kind | NONFINITE
     said[1] |= flagged
@@ -76,7 +84,7 @@ def inspect(frame: Tensor, expected: Header) -> tuple[Tensor, Tensor, Tensor]:
 
 def write_warm(warm: list[bool], body: Tensor) -> None:
     """The end of a per-row body: a bitmap of the warm rows."""
-    body[body.numel() - bitmap_bytes(len(warm)) :] = from_host(_bitmap(warm), body.device)
+    body[body.numel() - bitmap_bytes(len(warm)) :] = _known(_bitmap(warm), body.device)
 
 
 def warm_rows(body: Tensor, rows: int) -> tuple[list[bool], Tensor]:
@@ -89,7 +97,7 @@ def warm_rows(body: Tensor, rows: int) -> tuple[list[bool], Tensor]:
 def warm_as(body: Tensor, warm: list[bool]) -> tuple[Tensor, Tensor]:
     """(0-d bool: are these the warm rows?, the rest): `warm_rows` without the host looking."""
     rest, bitmap = _split_rows(body, len(warm))
-    return (bitmap == from_host(_bitmap(warm), body.device)).all(), rest
+    return (bitmap == _known(_bitmap(warm), body.device)).all(), rest
 
 
 def bitmap_bytes(rows: int) -> int:
@@ -102,8 +110,19 @@ def from_host(data: bytes, device: torch.device) -> Tensor:
     return there if device.type != "cuda" else there.pin_memory().to(device, non_blocking=True)
 
 
+@lru_cache(maxsize=64)
+def _known(data: bytes, device: torch.device) -> Tensor:
+    """Bytes that come again and again, on a device; there when this returns, for every stream. Do not write into it."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+
+
 def _pack(header: Header) -> bytes:
     return struct.pack(LAYOUT, VERSION, header.kind, header.count % 2**16, header.step % 2**32, header.key, 0)
+
+
+def _words(header: Header) -> tuple[int, int, int]:
+    """The header's 32-bit words before the checksum."""
+    return struct.unpack("<3I", _pack(header)[:12])
 
 
 def _check_length(frame: Tensor) -> None:

@@ -76,10 +76,10 @@ def whole(group: Any) -> Any:
     return dist.group.WORLD if group is None else group
 
 
-def subgroup(members: Sequence[int], group: Any) -> Any:
+def subgroup(members: Sequence[int], group: Any, options: Any = None) -> Any:
     """A group of some members, by their rank in `group`, while all of `group` make one each."""
     ranks = dist.get_process_group_ranks(group)
-    return groups.new_group([ranks[m] for m in members], group)
+    return groups.new_group([ranks[m] for m in members], group, options)
 
 
 def gather(x: Tensor, group: Any) -> list[Tensor]:

@@ -10,22 +10,23 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 
-def new_group(ranks: Sequence[int], among: Any = None) -> Any:
-    """A new group of these (global) ranks, all of them members of `among`; only they need to call this.
+def new_group(ranks: Sequence[int], among: Any = None, options: Any = None) -> Any:
+    """A new group of these (global) ranks, all of them members of `among`; only they need to call this. `options`: the
+    backend's.
 
     torch names such a group by its ranks and by how many groups a rank knows already: where ranks know different
     numbers, they would wait for each other for ever. So the members first agree on that number, over `among`, and
     those behind make groups of themselves alone until they have caught up.
     """
     if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
-        return dist.new_group(list(ranks))
+        return dist.new_group(list(ranks), pg_options=options)
     known = torch.tensor([len(c10d._world.pg_names)], dtype=torch.int64)
     device = "cuda" if dist.get_backend(among) == "nccl" else "cpu"
     most = known.to(device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=among)
     for _ in range(int(most) - int(known)):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    return dist.new_group(list(ranks), use_local_synchronization=True)
+    return dist.new_group(list(ranks), pg_options=options, use_local_synchronization=True)
 
 
 def twin(group: Any) -> Any:

@@ -88,7 +88,7 @@ def is_finite(wire: Tensor, n: int, bits: int, blocks: int, dtype: torch.dtype) 
     if dtype == torch.float64:
         return torch.isfinite(tail.clone().view(torch.float64)).all()
     pairs = tail.reshape(-1, 2)
-    return ~((pairs[:, 0] & pairs[:, 1]) == 255).any()
+    return ((pairs[:, 0] & pairs[:, 1]) != 255).all()
 
 
 # --- the reference, step by step (the fused delta kernel's reference uses the same steps)

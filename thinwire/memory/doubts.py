@@ -18,10 +18,10 @@ from thinwire.memory.store import Key
 
 @dataclass(frozen=True)
 class Doubt:
-    """0-d bools on the message's device: "it is the expected one", "all of it is finite"."""
+    """0-d bools on the message's device: "it is the expected one" (None: one's own), "all of it is finite"."""
 
     key: Key | Sequence[Key]
-    good: Tensor
+    good: Tensor | None
     finite: Tensor
 
 
@@ -29,7 +29,7 @@ class Doubts:
     def __init__(self) -> None:
         self.open: list[Doubt] = []
 
-    def add(self, key: Key | Sequence[Key], good: Tensor, finite: Tensor) -> None:
+    def add(self, key: Key | Sequence[Key], good: Tensor | None, finite: Tensor) -> None:
         self.open.append(Doubt(key, good, finite))
 
     def settle(self, stats: Stats) -> list[tuple[list[Key], bool]]:
@@ -38,7 +38,9 @@ class Doubts:
         doubts, self.open = self.open, []
         if not doubts:
             return []
-        flags = torch.stack([torch.stack((doubt.good, doubt.finite)) for doubt in doubts]).tolist()
+        yes = torch.ones_like(doubts[0].finite)
+        goods = [yes if doubt.good is None else doubt.good for doubt in doubts]
+        flags = torch.stack([*goods, *(doubt.finite for doubt in doubts)]).view(2, len(doubts)).T.tolist()
         out = []
         for doubt, (good, finite) in zip(doubts, flags):
             stats.rejected += not good

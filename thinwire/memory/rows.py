@@ -183,6 +183,8 @@ def _aligned(place: Tensor) -> Iterator[Tensor]:
 
 def _all(flags: Sequence[Tensor | bool]) -> Tensor | bool:
     tensors = [flag for flag in flags if isinstance(flag, Tensor)]
+    if len(tensors) == 1:
+        return tensors[0]
     return torch.stack(tensors).all() if tensors else all(flags)
 
 

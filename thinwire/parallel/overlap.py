@@ -94,7 +94,7 @@ def make_roads(stage: int, place: dict[int, int], group: Any, device: torch.devi
             if left < 0 or left + 1 not in place:
                 subgroup([rank], whole(group))
                 continue
-            made = subgroup([place[left], place[left + 1]], whole(group))
+            made = subgroup([place[left], place[left + 1]], whole(group), _one_block(device))
             outwards = (way == "forward") == (left == stage)
             peer = place[left + 1] if left == stage else place[left]
             ranks = dist.get_process_group_ranks(whole(group))
@@ -104,6 +104,16 @@ def make_roads(stage: int, place: dict[int, int], group: Any, device: torch.devi
                 work.wait()
             roads[way, "out" if outwards else "in"] = road
     return roads
+
+
+def _one_block(device: torch.device) -> Any:
+    """Options of a road's group. On a card a message is a kernel that waits for most of its life: of one block, so that
+    the computation has the other processors."""
+    if device.type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas = options.config.max_ctas = 1
+    return options
 
 
 def run_ahead(schedule: Any, depth: int = 2) -> None:

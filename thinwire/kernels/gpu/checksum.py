@@ -16,7 +16,7 @@ PRIME = tl.constexpr(layout.PRIME)
 
 
 @triton.jit
-def _words(data, first, size, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
+def words_of(data, first, size, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
     """uint32[WORDS] from word `first`; bytes beyond the end are zero."""
     word = first + tl.arange(0, WORDS)
     if ALIGNED and 4 * (first + WORDS) <= size:
@@ -29,15 +29,20 @@ def _words(data, first, size, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
     return words
 
 
-@triton.jit(do_not_specialize=["size", "k0", "k1"])
-def _weighted_sum(data, total, size, k0, k1, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * WORDS
-    words = _words(data, first, size, WORDS, ALIGNED)
+@triton.jit
+def residue(words, first, k0, k1, WORDS: tl.constexpr):
+    """Their weighted sum modulo the prime, words from word `first` on."""
     h = hash32(first + tl.arange(0, WORDS), k0, k1).to(tl.uint64)
     product = words.to(tl.uint64) * (1 + tl.where(h >= PRIME - 1, h - (PRIME - 1), h))
     low, high = tl.sum(product & 0xFFFFFFFF), tl.sum(product >> 32)
-    reduced = (high * 5 + low) % PRIME  # 2³² ≡ 5; both sums are below 2⁴⁵
-    tl.atomic_add(total, reduced.to(tl.int64), sem="relaxed")
+    return (high * 5 + low) % PRIME  # 2³² ≡ 5; both sums are below 2⁴⁵
+
+
+@triton.jit(do_not_specialize=["size", "k0", "k1"])
+def _weighted_sum(data, total, size, k0, k1, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * WORDS
+    words = words_of(data, first, size, WORDS, ALIGNED)
+    tl.atomic_add(total, residue(words, first, k0, k1, WORDS).to(tl.int64), sem="relaxed")
 
 
 def weighted_sum(data):

@@ -1,0 +1,102 @@
+"""Headers with checksums (codecs/frame.py) in Triton: written, or compared with the expected one, by one kernel each.
+
+All programs add up the message; the one that comes last has the sum, and writes the header, or the verdict.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from thinwire.kernels import checksum as layout
+from thinwire.kernels.gpu.checksum import PRIME, WORDS, residue, words_of
+from thinwire.kernels.gpu.launch import launch, signed
+from thinwire.kernels.random import split
+
+OWN = tl.constexpr(3)  # the word that holds the checksum
+WEIGHT = tl.constexpr(layout.weight(3))
+
+
+@triton.jit
+def _added(state, part, size, programs):
+    """(the checksum, is this program the last): state is (sum, programs that have added), zero before."""
+    tl.atomic_add(state, part.to(tl.int64), sem="relaxed")
+    last = tl.atomic_add(state + 1, 1) == programs - 1
+    total = tl.atomic_add(state, 0, sem="relaxed").to(tl.uint64)
+    return (total + size.to(tl.uint64)) % PRIME, last
+
+
+@triton.jit
+def _put(frame, word, value):
+    """A 32-bit word, byte by byte: a frame may lie anywhere."""
+    tl.store(frame + word * 4 + tl.arange(0, 4), (value >> (tl.arange(0, 4) * 8).to(tl.uint32)).to(tl.uint8))
+
+
+@triton.jit
+def _get(frame, word):
+    byte = tl.load(frame + word * 4 + tl.arange(0, 4)).to(tl.uint32)
+    return tl.sum(byte << (tl.arange(0, 4) * 8).to(tl.uint32))
+
+
+@triton.jit(do_not_specialize=["size", "programs", "w0", "w1", "w2", "flag", "k0", "k1"])
+def _seal(
+    frame, state, finite, size, programs, w0, w1, w2, flag, k0, k1,
+    FLAGGED: tl.constexpr, WORDS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Words w0 (with FLAGGED: plus flag, unless finite[0]), w1, w2 and the checksum before the body."""
+    first = tl.program_id(0).to(tl.int64) * WORDS
+    words = words_of(frame, first, size, WORDS, ALIGNED)
+    w0, w1, w2 = w0.to(tl.uint32), w1.to(tl.uint32), w2.to(tl.uint32)
+    if FLAGGED:
+        w0 += tl.where(tl.load(finite), 0, flag).to(tl.uint32)
+    place = first + tl.arange(0, WORDS)
+    header = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, 0)))
+    words = tl.where(place <= OWN, header, words)
+    total, last = _added(state, residue(words, first, k0, k1, WORDS), size, programs)
+    if last:
+        _put(frame, 0, w0)
+        _put(frame, 1, w1)
+        _put(frame, 2, w2)
+        _put(frame, OWN, total.to(tl.uint32))
+
+
+@triton.jit(do_not_specialize=["size", "programs", "w0", "w1", "w2", "flag", "k0", "k1"])
+def _inspect(
+    frame, state, verdict, size, programs, w0, w1, w2, flag, k0, k1, WORDS: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """verdict: is this the expected header (flag set or not) and the right checksum; is the flag not set?"""
+    first = tl.program_id(0).to(tl.int64) * WORDS
+    words = words_of(frame, first, size, WORDS, ALIGNED)
+    total, last = _added(state, residue(words, first, k0, k1, WORDS), size, programs)
+    if last:
+        w0, flagged = w0.to(tl.uint32), w0.to(tl.uint32) | flag.to(tl.uint32)
+        h0, stored = _get(frame, 0), _get(frame, OWN).to(tl.uint64)
+        good = (_get(frame, 1) == w1.to(tl.uint32)) & (_get(frame, 2) == w2.to(tl.uint32)) & (stored < PRIME)
+        good = good & ((h0 == w0) | (h0 == flagged)) & (total == stored * (WEIGHT + 1) % PRIME)
+        tl.store(verdict, good)
+        tl.store(verdict + 1, ((h0 ^ flagged) & 0xFF00) != 0)
+
+
+def seal(frame, words, flag, finite):
+    """words: three of 32 bits; flag: what the first becomes more by where `finite` (0-d bool, or None) is false."""
+    held = finite if finite is not None else frame
+    _launch(_seal, frame, held, words, flag, FLAGGED=finite is not None)
+
+
+def inspect(frame, words, flag):
+    """bool[2]: is it the expected one, is its flag not set (judged by the flag's byte alone)."""
+    verdict = torch.empty(2, dtype=torch.bool, device=frame.device)
+    _launch(_inspect, frame, verdict, words, flag)
+    return verdict
+
+
+def _launch(kernel, frame, other, words, flag, **constants):
+    programs = triton.cdiv(frame.numel(), 4 * WORDS)
+    state = torch.zeros(2, dtype=torch.int64, device=frame.device)
+    numbers = [signed(word) for word in (*words, flag, *split(layout.SEED))]
+    aligned = frame.data_ptr() % 4 == 0
+    launch(
+        kernel, programs, frame, state, other, frame.numel(), programs, *numbers,
+        **constants, WORDS=WORDS, ALIGNED=aligned, warps=8,
+    )  # fmt: skip

@@ -48,10 +48,19 @@ def test_batched_low_rank_sends_two_messages_for_all(monkeypatch):
     )
     zero = torch.zeros(sum(math.prod(s) for s in SHAPES))
     mean, own = c.LowRank(2).for_shapes(SHAPES).exchange(zero, state={})
-    assert len(calls) == 2 and calls[0] == 2 * (24 + 24 + 30) + 7 + 4  # left factors, the vector, and 2 × 2 as it is
+    assert len(calls) == 2 and calls[0] == 2 * (24 + 24 + 3) + 7 + 4  # left factors, the vector, and 2 × 2 as it is
     assert not mean.any() and not own.any()
     with pytest.raises(ValueError, match="shapes"):
         c.LowRank(2).for_shapes(SHAPES).exchange(zero[1:], state={})
+
+
+def test_low_rank_takes_a_convolution_as_out_by_rest():
+    """As PowerSGD's authors do: a rank-1 gradient of that shape arrives exactly, in 8 + 36 values instead of 288."""
+    u = torch.outer(torch.randn(8), torch.randn(36)).view(8, 4, 3, 3)
+    state: dict = {}
+    mean, own = c.LowRank(1).exchange(u, state=state)
+    assert mean.shape == u.shape and torch.allclose(mean, u, atol=1e-5) and torch.allclose(own, u, atol=1e-5)
+    assert state["q0"].shape == (36, 1)
 
 
 # --- selection

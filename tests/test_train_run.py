@@ -10,7 +10,7 @@ import pytest
 from train_ranks import MAX, live, settings, several
 
 from thinwire.lab import Network, check
-from thinwire.lab.errors import LabError
+from thinwire.lab.errors import RankFailed
 from thinwire.train.metrics import read_events
 
 pytestmark = [
@@ -27,6 +27,18 @@ def losses(out) -> list[tuple[int, float]]:
 
 def held_out(out) -> list[float]:
     return [e["held_out"] for e in read_events(out / "metrics.jsonl") if e["kind"] == "eval"]
+
+
+def killed(job, rank, after):
+    """kill -9 of a rank, so many seconds from its start: whether it still ran then. Survivors that hang are an error."""
+    job.watch(after)
+    if not job.done:
+        job.kill(rank)
+    try:
+        job.wait(60)
+    except RankFailed:
+        return True
+    return False
 
 
 def merged(ranks) -> list[dict[str, float]]:
@@ -121,15 +133,15 @@ def test_killed_ranks_change_nothing(tmp_path):
     with Network(hosts=4, preload=PRELOAD) as net:
         expected = merged(net.run(several, [(smooth, False)], timeout=100, echo=False))[0]
         took = read_events(tmp_path / "smooth" / "metrics.jsonl")[-1]["seconds"]
-        for kill in range(kills):
-            job = net.start(live, rough, kill > 0, echo=False)
-            job.watch(3.0 + rng.random() * took)
-            if not job.done:
-                job.kill(rng.randrange(4))
-                with pytest.raises(LabError):
-                    job.wait(60)
+        struck = 0
+        for attempt in range(3 * kills):
+            job = net.start(live, rough, attempt > 0, echo=False)
+            struck += killed(job, rng.randrange(4), 3.0 + rng.random() * took)
             if (tmp_path / "rough" / "checkpoints" / "step-00000009").exists():
                 shutil.rmtree(tmp_path / "rough" / "checkpoints" / "step-00000009")  # go on from an earlier one
+            if struck == kills:
+                break
+        assert struck == kills
         final = merged(net.run(several, [(rough, True)], timeout=100, echo=False))[0]
     assert final == expected
     assert losses(tmp_path / "rough") == losses(tmp_path / "smooth")

@@ -14,19 +14,12 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from thinwire import doctor_peers
+from thinwire.lab.probe import Finding
+from thinwire.lab.probe import check as check_lab
 from thinwire.report.show import progress, table, write_json
-
-
-@dataclass(frozen=True)
-class Finding:
-    name: str
-    ok: bool
-    detail: str
-    remedy: str = ""
-    needed: bool = False  # thinwire cannot work without it
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -119,12 +112,6 @@ def check_triton() -> list[Finding]:
         return [Finding("triton", False, "not installed", "needed on GPUs only: it comes with CUDA builds of torch")]
     where = "compiles for the GPU" if torch.cuda.is_available() else "no GPU: its kernels run in the interpreter only"
     return [Finding("triton", True, f"{version}, {where}")]
-
-
-def check_lab() -> list[Finding]:
-    from thinwire.lab import check
-
-    return [Finding(f.name, f.ok, f.detail, f.remedy) for f in check()]
 
 
 def check_optional() -> list[Finding]:

@@ -20,7 +20,7 @@ from thinwire.kernels.random import derive
 
 @dataclass(frozen=True)
 class LowRank(Collective):
-    """mean ≈ P·Qᵀ of rank r; M is u as (leading dimensions) × (last). 2·r(a+b)(P−1)/P words instead of 2ab(P−1)/P.
+    """mean ≈ P·Qᵀ of rank r; M is u as a × b, first dimension × all others. 2·r(a+b)(P−1)/P words, not 2ab(P−1)/P.
 
     1. P = mean of M_i·Q (Q from the last step, or Gaussian from the group's seed); 2. orthonormalise P (QR, float32);
     3. Q_i = M_iᵀ·P, Q = mean Q_i; 4. mean = P·Qᵀ. own_i = P·Q_iᵀ, whose sum is P times the mean. Zero gradients give
@@ -62,13 +62,14 @@ class LowRank(Collective):
         return _flat(mean).view(u.shape).to(u.dtype), _flat(own).view(u.shape).to(u.dtype)
 
     def _parts(self, u: Tensor) -> list[Tensor]:
-        """u cut into tensors of the given shapes, in a type that QR takes."""
+        """u cut into tensors of the given shapes, a convolution's as out × rest, in a type that QR takes."""
         shapes = self.shapes or (tuple(u.shape),)
         numels = [math.prod(shape) for shape in shapes]
         if sum(numels) != u.numel():
             raise ValueError(f"{u.numel()} values arrived for shapes of {sum(numels)}: {list(shapes)}")
         flat = u.reshape(-1).to(torch.promote_types(u.dtype, torch.float32))
-        return [part.view(shape) for part, shape in zip(flat.split(numels), shapes)]
+        matrices = [(shape[0], math.prod(shape[1:])) if len(shape) > 2 else shape for shape in shapes]
+        return [part.view(shape) for part, shape in zip(flat.split(numels), matrices)]
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:

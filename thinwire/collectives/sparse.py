@@ -19,18 +19,25 @@ EXACT = Identity()
 
 
 @dataclass(frozen=True)
-class TopkAllgather(Collective):
+class _Selecting(Collective):
+    """What the three have in common: how many entries, and how they are coded."""
+
+    density: float
+    values: str = "fp32"
+    indices: str = "int32"
+
+    def __post_init__(self) -> None:
+        TopK(self.density), Entries(self.values, self.indices)  # they refuse bad settings
+
+
+@dataclass(frozen=True)
+class TopkAllgather(_Selecting):
     """Gather(TopK) with a choice of coding, and without P dense tensors: everybody's entries to everybody.
 
     1. exact top-k; 2. all-gather the coded entries (one size, known); 3. add them in rank order. 2k(P−1) words.
     """
 
-    density: float
-    values: str = "fp32"
     indices: str = "coded"
-
-    def __post_init__(self) -> None:
-        TopK(self.density), Entries(self.values, self.indices)  # they refuse bad settings
 
     def exchange(
         self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
@@ -50,20 +57,13 @@ class TopkAllgather(Collective):
 
 
 @dataclass(frozen=True)
-class TopkDSA(Collective):
+class TopkDSA(_Selecting):
     """SparCML's dynamic sparse all-reduce: static equal regions, no second selection.
 
     1. exact top-k; 2. exchange counts; 3. entries to the owner of their region, who adds them in rank order; 4. owners
     send the non-zeros of their region to all, as entries, or whole where more than a third is filled.
     4k(P−1)/P words when supports coincide, (2k+n)(P−1)/P when they fill up.
     """
-
-    density: float
-    values: str = "fp32"
-    indices: str = "int32"
-
-    def __post_init__(self) -> None:
-        TopK(self.density), Entries(self.values, self.indices)  # they refuse bad settings
 
     def exchange(
         self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
@@ -96,20 +96,13 @@ class TopkDSA(Collective):
 
 
 @dataclass(frozen=True)
-class GTopk(Collective):
+class GTopk(_Selecting):
     """gTop-k: a binary tree of merges, each keeping the k largest of two, then a broadcast down the tree.
 
     1. exact top-k; 2. at level l rank r with bit l set sends its entries to r − 2^l, which adds them and keeps the k
     largest; 3. the root's k entries come back down the tree. What a merge rejects is taken off the merging rank's own,
     so it returns to its residual. 4k·log₂P words at the busiest ranks; any P.
     """
-
-    density: float
-    values: str = "fp32"
-    indices: str = "int32"
-
-    def __post_init__(self) -> None:
-        TopK(self.density), Entries(self.values, self.indices)
 
     def exchange(
         self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0

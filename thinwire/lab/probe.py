@@ -17,6 +17,7 @@ class Finding:
     ok: bool
     detail: str
     remedy: str = ""
+    needed: bool = False  # thinwire cannot work without it
 
 
 def check() -> list[Finding]:

@@ -30,7 +30,7 @@ def held_out(out) -> list[float]:
 
 
 def killed(job, rank, after):
-    """kill -9 of a rank, so many seconds from its start: whether it still ran then. Survivors that hang are an error."""
+    """kill -9 of a rank, `after` seconds from its start: whether it still ran. Survivors that hang are an error."""
     job.watch(after)
     if not job.done:
         job.kill(rank)

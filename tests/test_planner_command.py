@@ -276,5 +276,37 @@ def test_sites_cores_csv_and_flops(tmp_path: Path) -> None:
         read_run({**document, "mesh": {"dp": 2, "pp": 2}}, tmp_path)
 
 
+def test_a_wire_is_what_training_takes() -> None:
+    """Mistakes show when the table is read, whatever of it costs anything; `auto` is planned as its most."""
+    for table in ({"backward": {"codec": "nonsense"}}, {"gradient": {"collective": "dense", "memory": "nonsense"}}):
+        with pytest.raises(UsageError, match="nonsense"):
+            read_wire(table)
+    assert read_wire({"auto": True}, "max") == read_wire({"preset": "auto"}, "max") == preset("max")
+
+
+def test_slices_of_tensor_parallel_ranks() -> None:
+    """A rank sends its slice of the width, and reduces its slices of matrices; vectors stay whole."""
+    one, two = (predict(small(mesh={"tp": tp}), preset("off")) for tp in (1, 2))
+    assert two.sent[Traffic.FORWARD] == one.sent[Traffic.FORWARD] / 2
+    assert two.sent[Traffic.EMBEDDING] == one.sent[Traffic.EMBEDDING] / 2
+    vectors = 4 * 8 * (13 * 64) + 4 * 2 * 64  # of all layers and the last norm, by a ring of two
+    assert two.sent[Traffic.GRADIENT] - vectors == (one.sent[Traffic.GRADIENT] - vectors) / 2
+    assert two.makespan < one.makespan
+    sites = {"ranks_per_site": 2, "shared_uplink": True, "latency": "0ms"}
+    shared = predict(small(mesh={"tp": 2}, network=sites), preset("off")).messages
+    alone = predict(small(network={"latency": "0ms"}), preset("off")).messages
+    for send in (Send(Traffic.FORWARD, 0, 0), Send(Traffic.EMBEDDING, 0, 0)):
+        assert shared[send].hop.wire == pytest.approx(alone[send].hop.wire), "both slices leave by one port"
+    flops = {"compute": {**SMALL["compute"], "flops": 1e9}}
+    half, whole = (read_run({**SMALL, **flops, "mesh": {"pp": 4, "tp": tp}}).work.forward[0] for tp in (2, 1))
+    assert half == whole / 2
+    for mesh, compute, words in (
+        ({"tp": 3}, {}, "tp = 3: must divide hidden = 64"),
+        ({"tp": 2}, {"cores": 2}, "cores = 2: with tp = 2"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            small(mesh=mesh, compute=compute)
+
+
 def test_example_is_the_shipped_file(config: Path) -> None:
     assert read_run(tomllib.loads(config.read_text())).pp == 4

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from thinwire.parallel.boundary import AS_IS
 from thinwire.train import auto
 from thinwire.train.auto import Decision
 from thinwire.train.config import TrainConfig, read_config
+from thinwire.train.engine import Piped
 from thinwire.train.loop import Trainer
 from thinwire.train.rank import train_rank
 from thinwire.train.tensor import saved_name
@@ -83,16 +85,30 @@ def compressed(configs: list[TrainConfig]) -> list[set[int]]:
     return out
 
 
-def decided(configs: list[tuple[TrainConfig, bool]]) -> list[tuple[Decision | None, dict[str, float]]]:
-    """Train each; what the planner decided there, and the weights as sums."""
+class Decided(NamedTuple):
+    decision: Decision | None
+    sends: set[tuple[str, int, int]]  # direction, stage, micro-batch: what this rank compresses
+    weights: dict[str, float]
+
+
+def decided(configs: list[tuple[TrainConfig, bool]]) -> list[Decided]:
+    """Train each; what the planner decided there, and what came of it."""
     out = []
     for config, resume in configs:
         sums, trainer = trained(config, resume)
-        out.append((trainer.parts.decision, sums))
+        stages = trainer.parts.engine.parts if isinstance(trainer.parts.engine, Piped) else []
+        sends = {
+            (way, stage.stage_index, m)
+            for stage in stages
+            for way, lane in (("forward", stage.lanes.forward_out), ("backward", stage.lanes.backward_out))
+            for m in range(config.mesh.microbatches)
+            if lane is not None and lane.link is not AS_IS and stage.predicates[way](stage.stage_index, m)
+        }
+        out.append(Decided(trainer.parts.decision, sends, sums))
     return out
 
 
-def without_measuring(configs: list[tuple[TrainConfig, bool]]) -> list[tuple[Decision | None, dict[str, float]]]:
+def without_measuring(configs: list[tuple[TrainConfig, bool]]) -> list[Decided]:
     """The same where nothing may be measured."""
 
     def refuse(*_: Any) -> Any:

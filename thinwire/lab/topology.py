@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import UsageError
+from thinwire.tomlfile import read_toml
 from thinwire.units import parse_loss, parse_rate, parse_time
 
 SUBNET = "10.77.0.0/24"
@@ -84,13 +84,9 @@ def flat(hosts: int, link: Link, subnet: str = SUBNET) -> Topology:
 
 def load(path: str | Path, subnet: str = SUBNET) -> Topology:
     """Read a topology file; the format is in docs/lab.md."""
+    document = read_toml(path, "topology ")
     try:
-        text = Path(path).read_bytes().decode()
-        return _from_table(tomllib.loads(text), subnet)
-    except OSError as error:
-        raise UsageError(f"cannot read topology {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"topology {path} is not TOML: {error}") from None
+        return _from_table(document, subnet)
     except UsageError as error:
         raise UsageError(f"topology {path}: {error}") from None
 

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         print(plan.schedule.text())
     wire = plan.wire or preset("off")
     result = predictions.predict(plan, wire)
-    title = f"{plan.schedule.name}, dp {plan.dp} × pp {plan.pp}, {show_rate(plan.network.across.rate)}"
+    slices = f" × tp {plan.tp}" if plan.tp > 1 else ""
+    title = f"{plan.schedule.name}, dp {plan.dp} × pp {plan.pp}{slices}, {show_rate(plan.network.across.rate)}"
     _show_messages(result, f"{title}: messages with {wire.name}", every=args.all)
     wires = [preset(name) for name in PRESETS] + ([plan.wire] if plan.wire else [])
     steps = _steps(plan, wires)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +14,12 @@ from thinwire.planner.network import Link, Network
 from thinwire.planner.schedule import generate
 from thinwire.planner.settings import Wire, read_wire
 from thinwire.planner.step import Machine, Work
+from thinwire.tomlfile import read_toml
 from thinwire.units import parse_rate, parse_time
 
 KEYS = {
     "model": ("layers", "hidden", "seq", "vocab", "tied", "parameters"),
-    "mesh": ("dp", "pp"),
+    "mesh": ("dp", "pp", "tp"),
     "schedule": ("name", "virtual", "csv"),
     "batch": ("microbatches", "size"),
     "compute": ("forward", "backward", "flops", "encode", "decode", "cores", "ranks_per_machine"),
@@ -37,6 +37,7 @@ class Run:
     model: Model
     dp: int
     pp: int
+    tp: int  # slices of every layer, on neighbouring ranks; one of them is simulated
     schedule: Schedule
     sequences: int  # of one micro-batch
     work: Work
@@ -55,12 +56,7 @@ class Run:
 
 def load(path: str | Path, rate: str | None = None, latency: str | None = None) -> Run:
     """Read run.toml; `rate` and `latency` from the command line go before those of `[network]`."""
-    try:
-        document = tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from None
+    document = read_toml(path)
     for given, key in ((rate, "rate"), (latency, "latency")):
         if given is not None:
             document["network"] = {**document.get("network", {}), key: given}
@@ -72,15 +68,19 @@ def read_run(document: Mapping[str, Any], folder: Path = Path()) -> Run:
         _check_keys(section, table)
     get = {section: document.get(section, {}) for section in KEYS}
     model = _model(get["model"])
-    dp, pp = _count("mesh", get["mesh"], "dp", 1), _count("mesh", get["mesh"], "pp", 1)
+    dp, pp, tp = (_count("mesh", get["mesh"], key, 1) for key in ("dp", "pp", "tp"))
+    if model.hidden % tp or model.vocab % tp:
+        raise UsageError(f"[mesh] tp = {tp}: must divide hidden = {model.hidden} and vocab = {model.vocab}")
     schedule = _schedule(get["schedule"], pp, _count("batch", get["batch"], "microbatches"), folder)
     model.share(schedule.stages)
     sequences = _count("batch", get["batch"], "size", 1)
     cores = _count("compute", get["compute"], "cores", 0, least=0)
     share = _count("compute", get["compute"], "ranks_per_machine", 0, least=0)
+    if cores and tp > 1:
+        raise UsageError(f"[compute] cores = {cores}: with tp = {tp}, give forward as measured with all slices at work")
     return Run(
-        model, dp, pp, schedule, sequences,
-        _work(get["compute"], model, schedule, sequences),
+        model, dp, pp, tp, schedule, sequences,
+        _work(get["compute"], model, schedule, sequences, tp),
         _network(get["network"]),
         Machine(cores, share, dp if cores else 1),
         _positive("compute", get["compute"], "encode", 5.6e9),
@@ -145,9 +145,9 @@ def _schedule(table: Mapping[str, Any], pp: int, microbatches: int, folder: Path
     return schedule
 
 
-def _work(table: Mapping[str, Any], model: Model, schedule: Schedule, sequences: int) -> Work:
+def _work(table: Mapping[str, Any], model: Model, schedule: Schedule, sequences: int, tp: int) -> Work:
     if "flops" in table:
-        rate = _positive("compute", table, "flops", 0.0)
+        rate = tp * _positive("compute", table, "flops", 0.0)
         return work_from_flops(model, schedule.stages, sequences, rate)
     if "forward" not in table:
         raise UsageError("[compute]: give forward (and backward) seconds a stage, or flops a second")

@@ -20,7 +20,7 @@ def mildest(
     stands first. `cost`: seconds that a kind takes by itself; `seconds`: of the simulated step."""
     options = {kind: rungs_between(found) for kind, found in sizes.items()}
     fastest = {kind: min(levels, key=partial(cost, kind)) for kind, levels in options.items()}
-    chosen = min(dict.fromkeys(sizes, 0), fastest, key=seconds)
+    chosen = min(dict.fromkeys(sizes, 0), fastest, key=seconds).copy()
     limit, relaxing = WORTH * seconds(chosen), True
     while relaxing:
         relaxing = False

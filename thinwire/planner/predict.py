@@ -58,19 +58,38 @@ def _step(run: Run, wire: Wire, cold: bool) -> Step:
     )
 
 
+def _rank(run: Run, replica: int, position: int) -> int:
+    """The first slice's."""
+    return (replica * run.pp + position) * run.tp
+
+
+def _slices(run: Run, shapes: list[Shape]) -> list[Shape]:
+    """What a tensor-parallel rank holds of these parameters: its part of matrices, vectors whole."""
+    return [(shape[0] // run.tp, *shape[1:]) if len(shape) > 1 else shape for shape in shapes]
+
+
+def _tied(run: Run) -> list[Shape]:
+    return _slices(run, [(run.model.vocab, run.model.hidden)])
+
+
+def _sharing(run: Run) -> int:
+    """How many slices send at the same time through a port."""
+    return run.tp if run.network.shared_uplink else 1
+
+
 def _apart(run: Run, stage: int, to: int) -> tuple[int, int]:
     """The ranks of two stages, in the first replica where they lie on different sites, else in replica 0."""
     a, b = run.schedule.rank_of[stage], run.schedule.rank_of[to]
-    ends = [(d * run.pp + a, d * run.pp + b) for d in range(run.dp)]
+    ends = [(_rank(run, d, a), _rank(run, d, b)) for d in range(run.dp)]
     return next((e for e in ends if run.network.site(e[0]) != run.network.site(e[1])), ends[0])
 
 
 def _boundary(run: Run, setting: Setting | None, stage: int, to: int, cold: bool) -> Hop:
-    shape: Shape = (run.sequences, run.model.seq, run.model.hidden)
+    shape: Shape = (run.sequences, run.model.seq, run.model.hidden // run.tp)
     nbytes = sizes.message_bytes(setting, shape, cold)
     link = run.network.link(*_apart(run, stage, to))
     raw = sizes.FP32 * values(shape) if setting else 0
-    return Hop(nbytes, link.occupied(nbytes), link.latency, raw / run.encode, raw / run.decode)
+    return Hop(nbytes, _sharing(run) * link.occupied(nbytes), link.latency, raw / run.encode, raw / run.decode)
 
 
 def _port(run: Run, send: Send) -> object:
@@ -79,17 +98,16 @@ def _port(run: Run, send: Send) -> object:
     if send.traffic is Traffic.BACKWARD:
         return run.network.port(*_apart(run, send.stage, send.stage - 1))
     here = run.schedule.rank_of[send.stage]
-    return run.network.port(here, here + run.pp)  # the same stage in the next replica
+    return run.network.port(_rank(run, 0, here), _rank(run, 1, here))
 
 
 def _gradients(run: Run, wire: Wire, stage: int) -> list[Hop]:
     """A stage's units; the tied embedding's sum over replicas comes last where it is not fused."""
-    members = [d * run.pp + run.schedule.rank_of[stage] for d in range(run.dp)]
-    hops = [
-        _collective(run, wire.gradient, unit, members) for unit in units(run.model.stage(stage, run.schedule.stages))
-    ]
+    members = [_rank(run, d, run.schedule.rank_of[stage]) for d in range(run.dp)]
+    shapes = _slices(run, run.model.stage(stage, run.schedule.stages))
+    hops = [_collective(run, wire.gradient, unit, members) for unit in units(shapes)]
     if run.model.embedding_values() and stage in _ends(run) and not (wire.fused and _tied_apart(run)):
-        hops.append(_collective(run, wire.embedding, [(run.model.vocab, run.model.hidden)], members))
+        hops.append(_collective(run, wire.embedding, _tied(run), members))
     return hops
 
 
@@ -108,8 +126,8 @@ def _embedding(run: Run, wire: Wire) -> Hop | None:
         return None
     replicas = range(run.dp) if wire.fused else range(1)
     ends = (run.schedule.rank_of[0], run.schedule.rank_of[-1])
-    members = [d * run.pp + rank for d in replicas for rank in ends]
-    return _collective(run, wire.embedding, [(run.model.vocab, run.model.hidden)], members)
+    members = [_rank(run, d, rank) for d in replicas for rank in ends]
+    return _collective(run, wire.embedding, _tied(run), members)
 
 
 def _collective(run: Run, setting: Setting | None, shapes: list[Shape], members: list[int]) -> Hop:
@@ -119,6 +137,7 @@ def _collective(run: Run, setting: Setting | None, shapes: list[Shape], members:
     raw = sizes.FP32 * sum(map(values, shapes)) if setting and setting.name != "dense" else 0
     slow: Link = run.network.slowest(members)
     seconds = inside.seconds(run.network.inside) + across.seconds(slow)
+    seconds += (_sharing(run) - 1) * slow.occupied(across.nbytes) if slow is run.network.across else 0.0
     total: Cost = inside + across
     return Hop(total.nbytes, seconds, 0.0, raw / run.encode, raw / run.decode)
 

@@ -68,7 +68,7 @@ def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: 
     if setting is None or setting.name == "dense":
         return Cost(), network.dense_ring(FP32 * n, ranks)
     if setting.name == "hierarchical":
-        rest = dict(setting.args["across"])
+        rest = dict(setting.args.get("across", {"collective": "dense"}))
         across = Setting(plain_name(rest.pop("collective")), rest)
         return network.hierarchical(n, inside, lambda n: reduction(across, [(math.ceil(n),)], ranks // inside)[1])
     if setting.name == "lowrank":

@@ -60,7 +60,7 @@ def _document(run: Run, config: TrainConfig, rate: str | None) -> dict[str, Any]
         raise UsageError("the run did not record the rate of its network; give it with --rate, such as --rate 100mbit")
     return {
         "model": _sizes(run, config),
-        "mesh": {"dp": mesh.dp, "pp": mesh.pp},
+        "mesh": {"dp": mesh.dp, "pp": mesh.pp, "tp": mesh.tp},
         "schedule": {"name": mesh.schedule} | ({"virtual": mesh.virtual} if mesh.virtual else {}),
         "batch": {"microbatches": mesh.microbatches, "size": config.microbatch},
         "compute": {"flops": 1e9},

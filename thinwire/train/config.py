@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from thinwire.errors import UsageError
 from thinwire.planner.actions import Schedule
 from thinwire.planner.schedule import ALIASES, generate
 from thinwire.presets import PRESETS
+from thinwire.tomlfile import read_toml
 from thinwire.train.fields import flag, key, list_of, number, one_of, read, table, template, text, whole
 
 INFINITY = float("inf")
@@ -211,13 +211,7 @@ def init_text() -> str:
 
 def load(path: str | Path) -> TrainConfig:
     """Read run.toml. File names in it are taken from its own folder; they have to be there."""
-    try:
-        document = tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from None
-    return _with_files(read_config(document), Path(path).parent)
+    return _with_files(read_config(read_toml(path)), Path(path).parent)
 
 
 def read_config(document: Mapping[str, Any]) -> TrainConfig:

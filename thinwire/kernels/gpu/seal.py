@@ -47,17 +47,17 @@ def _seal(
     """Words w0 (with FLAGGED: plus flag, unless finite[0]), w1, w2 and the checksum before the body."""
     first = tl.program_id(0).to(tl.int64) * WORDS
     words = words_of(frame, first, size, WORDS, ALIGNED)
-    w0, w1, w2 = w0.to(tl.uint32), w1.to(tl.uint32), w2.to(tl.uint32)
+    begins = w0.to(tl.uint32)
     if FLAGGED:
-        w0 += tl.where(tl.load(finite), 0, flag).to(tl.uint32)
+        begins += tl.where(tl.load(finite), 0, flag).to(tl.uint32)
     place = first + tl.arange(0, WORDS)
-    header = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, 0)))
-    words = tl.where(place <= OWN, header, words)
+    header = tl.where(place == 0, begins, tl.where(place == 1, w1.to(tl.uint32), w2.to(tl.uint32)))
+    words = tl.where(place < OWN, header, tl.where(place == OWN, 0, words))
     total, last = _added(state, residue(words, first, k0, k1, WORDS), size, programs)
     if last:
-        _put(frame, 0, w0)
-        _put(frame, 1, w1)
-        _put(frame, 2, w2)
+        _put(frame, 0, begins)
+        _put(frame, 1, w1.to(tl.uint32))
+        _put(frame, 2, w2.to(tl.uint32))
         _put(frame, OWN, total.to(tl.uint32))
 
 
@@ -70,12 +70,12 @@ def _inspect(
     words = words_of(frame, first, size, WORDS, ALIGNED)
     total, last = _added(state, residue(words, first, k0, k1, WORDS), size, programs)
     if last:
-        w0, flagged = w0.to(tl.uint32), w0.to(tl.uint32) | flag.to(tl.uint32)
-        h0, stored = _get(frame, 0), _get(frame, OWN).to(tl.uint64)
+        plain, flagged = w0.to(tl.uint32), w0.to(tl.uint32) | flag.to(tl.uint32)
+        begins, stored = _get(frame, 0), _get(frame, OWN).to(tl.uint64)
         good = (_get(frame, 1) == w1.to(tl.uint32)) & (_get(frame, 2) == w2.to(tl.uint32)) & (stored < PRIME)
-        good = good & ((h0 == w0) | (h0 == flagged)) & (total == stored * (WEIGHT + 1) % PRIME)
+        good = good & ((begins == plain) | (begins == flagged)) & (total == stored * (WEIGHT + 1) % PRIME)
         tl.store(verdict, good)
-        tl.store(verdict + 1, ((h0 ^ flagged) & 0xFF00) != 0)
+        tl.store(verdict + 1, ((begins ^ flagged) & 0xFF00) != 0)
 
 
 def seal(frame, words, flag, finite):

@@ -45,7 +45,7 @@ SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "kernels": lambda quick: gpu_kernels.time_all("cuda", "select" if quick else ""),
     "nccl": _nccl,
     "pipeline": lambda quick: gpu_pipeline.measure(seconds=70.0 if quick else 250.0),
-    "pipeline-rest": lambda quick: gpu_pipeline.measure(seconds=160.0, cells=gpu_pipeline.REST),
+    "pipeline-rest": lambda quick: gpu_pipeline.measure(seconds=190.0, cells=gpu_pipeline.REST),
     "pipeline-ahead": lambda quick: gpu_pipeline.measure(seconds=100.0, cells=gpu_pipeline.AHEAD),
     "gradients": lambda quick: gpu_gradients.measure(seconds=35.0, sizes=(2,)) if quick else gpu_gradients.measure(),
     "quality": lambda quick: gpu_quality.measure(size=gpu_quality.QUICK if quick else gpu_quality.Size()),

@@ -130,6 +130,7 @@ def memories(at: Context) -> Iterator[str]:
         ("delta int8", q, lambda end: m.Delta("int8", eight)), ("delta no gate", q, lambda end: m.Delta(gate=False)),
         ("delta rotated", c.Rotated(c.Quantize(3)), lambda end: m.Delta(cold=eight)),
         ("delta file", q, lambda end: m.Delta(path=f"{folder}/{at.rank}-{end}", cold=eight)),
+        ("delta host", q, lambda end: m.Delta(cold=eight, host=True)),
     ]  # fmt: skip
     for name, codec, make in cases[at.rank :: at.size]:
         found = [list(_conversation(codec, make, device)) for device in at.devices()]

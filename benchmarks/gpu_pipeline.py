@@ -53,8 +53,8 @@ def quantize(bits: int, **more: Any) -> dict[str, Any]:
     return {"codec": "quantize", "bits": bits, **more}
 
 
-def delta(bits: int, cold: dict[str, Any] | None) -> dict[str, Any]:
-    return quantize(bits, memory={"memory": "delta"} | ({} if cold is None else {"cold": cold}))
+def delta(bits: int, cold: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+    return quantize(bits, memory={"memory": "delta"} | ({} if cold is None else {"cold": cold}) | more)
 
 
 WIRES: dict[str, Any] = {
@@ -67,6 +67,7 @@ WIRES: dict[str, Any] = {
     "ours 3/3, torch's order": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
     "ours 3/3, depth 2": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
     "ours 3/3, depth 4": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
+    "ours 3/3, host store": {"forward": delta(3, quantize(8), host=True), "backward": quantize(3)},
 }
 DEPTH = 3  # micro-batches in flight at a stage beyond those at the next, if the name does not say
 IN_TURN = ("fp32, torch", "ours 3/3, torch's order")  # torch's own order of sending and computing
@@ -75,10 +76,10 @@ CELLS: list[tuple[str, tuple[str, ...]]] = [  # in order of worth: the last are 
     ("unlimited", ALL), ("10gbit", ALL[1:]), ("1gbit", ALL), ("100mbit", (*THIN, "bf16")), ("300mbit", ALL[1:]),
     ("500mbit", ALL[1:]), ("250mbit", ALL[1:6]),
 ]  # fmt: skip
-OURS = THIN[2:]
+OURS, HOST = THIN[2:], "ours 3/3, host store"
 REST: list[tuple[str, tuple[str, ...]]] = [  # a second run: rates of a quarter, and what takes long
-    ("unlimited", ALL[1:6]), ("75mbit", THIN), ("125mbit", THIN), ("2500mbit", ALL[1:6]), ("25mbit", OURS),
-    ("100mbit", ALL[1:2]),
+    ("unlimited", (*ALL[1:6], HOST)), ("300mbit", (HOST,)), ("75mbit", THIN), ("125mbit", THIN), ("2500mbit", (*ALL[1:3], *OURS)),
+    ("25mbit", OURS), ("100mbit", ALL[1:2]),
 ]  # fmt: skip
 DEPTHS = (*OURS, "ours 3/3, depth 2", "ours 3/3, depth 4")
 AHEAD: list[tuple[str, tuple[str, ...]]] = [(rate, DEPTHS) for rate in ("unlimited", "300mbit", "250mbit", "100mbit")]
@@ -247,7 +248,7 @@ def rank_main(device_name: str, folder: str, size: Size, cells: Any, seconds: fl
             guess = max(unshaped.get(name, 1.0), floor) * (1.5 if name not in IN_TURN else 2.5)
             if meet(time.monotonic() - began) + guess > seconds:
                 continue
-            steps = min(5, max(1, int(8 / guess)))
+            steps = 3 if guess < 3 else 1
             took, left = timed(runs[name], optimiser, steps, device)
             if rate == "unlimited":
                 unshaped[name] = took

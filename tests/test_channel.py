@@ -17,6 +17,7 @@ import thinwire as tw
 from thinwire import codecs as c
 from thinwire import memory as m
 from thinwire.codecs.frame import BYTES
+from thinwire.errors import UsageError
 from thinwire.memory.store import FileStore, RamStore
 
 DELTAS = [m.Delta(store=s, gate=g, cold=k) for s in ("fp32", "bf16", "int8") for g in (False, True)
@@ -360,6 +361,19 @@ def test_delta_through_a_file_equals_ram(tmp_path):
         for key in range(6):
             x = tensor("gaussian", (4, 50), torch.float32, key) + 0.01 * visit
             assert torch.equal(move(tuple(in_file), key, x), move(in_ram, key, x))
+
+
+def test_delta_in_host_memory_equals_ram_and_is_checkpointed():
+    """Here tensors are in host memory already; on a card benchmarks/gpu.py --only nccl compares."""
+    in_host, in_ram = ends(c.Quantize(3), m.Delta(host=True)), ends(c.Quantize(3), m.Delta())
+    for visit in range(3):
+        for key in range(6):
+            x = tensor("gaussian", (4, 50), torch.float32, key) + 0.01 * visit
+            assert torch.equal(move(in_host, key, x), move(in_ram, key, x))
+    mine, theirs = in_host[0].state_dict(), in_ram[0].state_dict()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    with pytest.raises(UsageError, match="path or host"):
+        m.Delta(path="somewhere", host=True)
 
 
 def test_unwritable_store_is_one_line():

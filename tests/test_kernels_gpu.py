@@ -262,6 +262,22 @@ def test_select_beyond_a_tile_and_a_group():
         assert all(same(*pair) for pair in zip(*both(lambda to, impl: into(to(x), 1.5, 2000, impl))))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_select_where_some_segments_are_too_short(dtype):
+    """Entries crowd in some tiles, so that their programs select anew; caps before, inside and after the crowd; NaN and
+    infinity; memory that is not aligned."""
+    gpu = importlib.import_module("thinwire.kernels.gpu.compact")
+    x = tensor("gaussian", (9 * 1024 + 3,), dtype, 4) * 0.3
+    x[3000:5000] += 2.0
+    x[3500], x[4000], x[9 * 1024 + 2] = float("nan"), float("inf"), -5.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "TILES", 2)
+        for cap in (5, 700, 4000):
+            assert all(same(*pair) for pair in zip(*both(lambda to, impl, cap=cap: into(to(x), 1.0, cap, impl))))
+        moved = into(shifted(x, 1), 1.0, 4000, "gpu")
+        assert all(same(*pair) for pair in zip(into(x, 1.0, 4000, "reference"), moved))
+
+
 @pytest.mark.parametrize("impl", ["reference", "gpu"])
 def test_memory_given_is_used(impl):
     x, h = tensor("gaussian", (300,), torch.float32, 1).to(DEVICE), torch.zeros(300, device=DEVICE)

@@ -31,9 +31,10 @@ def checksum(data: Tensor, impl: str | None = None) -> Tensor:
 
 
 def checksums(rows: Tensor, impl: str | None = None) -> Tensor:
-    """uint8[r, n] → int64[r]: the checksum of every row, on the CPU by one call for all."""
-    if choose(rows, impl) == "cpu" and rows.numel() and rows.shape[1] % 4 == 0:
-        return (load("cpu", "checksum").row_sums(rows) + rows.shape[1] % PRIME) % PRIME
+    """uint8[r, n] → int64[r]: the checksum of every row, by one call for all."""
+    impl = choose(rows, impl)
+    if rows.numel() and (impl == "gpu" or (impl == "cpu" and rows.shape[1] % 4 == 0)):
+        return (load(impl, "checksum").row_sums(rows) + rows.shape[1] % PRIME) % PRIME
     each = [checksum(row, impl) for row in rows]
     return torch.stack(each) if each else torch.zeros(0, dtype=torch.int64, device=rows.device)
 

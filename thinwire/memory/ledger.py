@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from thinwire.memory.host import HostStore
 from thinwire.memory.rule import Memory
 from thinwire.memory.store import Entry, FileStore, Key, RamStore
 
@@ -19,13 +20,11 @@ SLOTS = ("e", "h", "m", "q")
 
 class Ledger:
     def __init__(self, memory: Memory) -> None:
-        mirror = (
-            RamStore(memory.store, memory.capacity)
-            if memory.path is None
-            else FileStore(memory.path, memory.store, memory.capacity)
-        )
         self.stores: dict[str, RamStore] = {slot: RamStore() for slot in SLOTS}
-        self.stores["h"] = mirror
+        if memory.path is not None:
+            self.stores["h"] = FileStore(memory.path, memory.store, memory.capacity)
+        else:
+            self.stores["h"] = (HostStore if memory.host else RamStore)(memory.store, memory.capacity)
         self.staged: dict[tuple[str, Key], Entry | None] | None = None
 
     def read(self, slot: str, key: Key) -> Tensor | None:
@@ -110,7 +109,7 @@ class Ledger:
     def _entries(self, without: Sequence[str]) -> Iterator[tuple[str, Key, Entry]]:
         for slot in (s for s in SLOTS if s not in without):
             for key in self.stores[slot]:
-                entry = self.stores[slot].get(key)
+                entry = self.stores[slot].at_rest(key)
                 assert entry is not None
                 yield slot, key, entry
 

@@ -40,6 +40,7 @@ class Memory:
     store: str = "native"  # what the mirror is rounded to between visits
     capacity: float | int | str = 1.0  # share of ids kept (float), or bytes (int, "2GB"): first come, first kept
     path: str | None = None  # a file instead of RAM
+    host: bool = False  # of a card: in the host's memory instead of its own
 
     @property
     def mirrored(self) -> bool:
@@ -141,17 +142,22 @@ def EControl(eta: float) -> Memory:
 
 def Delta(
     store: str = "bf16", cold: Codec | None = None, capacity: float | int | str = 1.0, path: str | None = None,
-    gate: bool = True,
+    gate: bool = True, host: bool = False,
 ) -> Memory:  # fmt: skip
     """AQ-SGD: send the change of a sample's activation against what both ends remember of it.
 
     The first visit is sent through `cold` (None: full precision). `store` is the mirror's dtype between visits
     (fp32, bf16, int8), `path` a file instead of RAM, `capacity` the share of sample ids kept, by hash of the id
-    (nothing is evicted, so both ends agree without talking), or a size such as "2GB" (the first ids that fit).
+    (nothing is evicted, so both ends agree without talking), or a size such as "2GB" (the first ids that fit). `host`:
+    a card's mirrors are kept in pinned memory of the host.
     """
     if store not in STORES:
         raise UsageError(f"store must be one of {', '.join(STORES)}, not {store!r}")
-    return Memory("Delta", alpha=1.0, cold_start=True, cold=cold, gate=gate, store=store, capacity=capacity, path=path)
+    if host and path is not None:
+        raise UsageError(f"path = {path!r}: mirrors in a file are not in host memory: give path or host, not both")
+    return Memory(
+        "Delta", alpha=1.0, cold_start=True, cold=cold, gate=gate, store=store, capacity=capacity, path=path, host=host
+    )
 
 
 def _unit(name: str, value: float | None) -> float | None:

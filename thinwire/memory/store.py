@@ -75,6 +75,10 @@ class RamStore:
     def get(self, key: Key) -> Entry | None:
         return self.entries.get(key)
 
+    def at_rest(self, key: Key) -> Entry | None:
+        """The same, where it is kept: for a checkpoint."""
+        return self.get(key)
+
     def put(self, key: Key, entry: Entry) -> bool:
         """Keep it, if the key is admitted; a row of a larger tensor is copied, so that the rest can be freed."""
         self.forget_if_reshaped(key, entry)

@@ -38,19 +38,27 @@ def residue(words, first, k0, k1, WORDS: tl.constexpr):
     return (high * 5 + low) % PRIME  # 2³² ≡ 5; both sums are below 2⁴⁵
 
 
-@triton.jit(do_not_specialize=["size", "k0", "k1"])
-def _weighted_sum(data, total, size, k0, k1, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * WORDS
-    words = words_of(data, first, size, WORDS, ALIGNED)
-    tl.atomic_add(total, residue(words, first, k0, k1, WORDS).to(tl.int64), sem="relaxed")
+@triton.jit(do_not_specialize=["size", "programs", "k0", "k1"])
+def _weighted_sum(data, totals, size, programs, k0, k1, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
+    """totals[row] += the sum of a part of the row; `size` bytes and `programs` a row."""
+    row = (tl.program_id(0) // programs).to(tl.int64)
+    first = (tl.program_id(0) % programs).to(tl.int64) * WORDS
+    words = words_of(data + row * size, first, size, WORDS, ALIGNED)
+    tl.atomic_add(totals + row, residue(words, first, k0, k1, WORDS).to(tl.int64), sem="relaxed")
+
+
+def row_sums(rows):
+    """uint8[r, n] → int64[r]: the sums up to a multiple of the prime: programs add residues, the caller reduces."""
+    rows = rows.contiguous()
+    count, size = rows.shape
+    totals = torch.zeros(count, dtype=torch.int64, device=rows.device)
+    programs = triton.cdiv(size, 4 * WORDS)
+    keys = map(signed, split(layout.SEED))
+    aligned = rows.data_ptr() % 4 == 0 and (size % 4 == 0 or count == 1)
+    arguments = rows, totals, size, programs, *keys
+    launch(_weighted_sum, count * programs, *arguments, WORDS=WORDS, ALIGNED=aligned, warps=8)
+    return totals
 
 
 def weighted_sum(data):
-    """The sum up to a multiple of the prime: programs add residues, the caller reduces."""
-    data = data.contiguous()
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
-    programs = triton.cdiv(data.numel(), 4 * WORDS)
-    keys = map(signed, split(layout.SEED))
-    aligned = data.data_ptr() % 4 == 0
-    launch(_weighted_sum, programs, data, total, data.numel(), *keys, WORDS=WORDS, ALIGNED=aligned, warps=8)
-    return total
+    return row_sums(data.reshape(1, -1))[0]

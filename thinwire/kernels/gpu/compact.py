@@ -21,7 +21,7 @@ from thinwire.kernels.gpu.scalar import bits_of, widen
 
 LANES, CHUNKS = tl.constexpr(32), tl.constexpr(4)
 SHARE = 16  # a segment has room for one in so many values
-TILES, WIDTH, WARPS = 256, 4, 4  # tiles whose segments a program brings to their place, WIDTH entries at a time
+TILES, WIDTH, WARPS = 64, 4, 4  # tiles whose segments a program brings to their place, WIDTH entries at a time
 PAD = 4096  # places left over that a program fills
 
 
@@ -110,45 +110,41 @@ def _select(
 
 @triton.jit(do_not_specialize=["n"])
 def _set_aside(
-    x, limit, places, values, counts, sums, n,
-    ROOM: tl.constexpr, TILES: tl.constexpr, EACH: tl.constexpr, INF: tl.constexpr,
+    x, limit, places, values, counts, n, ROOM: tl.constexpr, EACH: tl.constexpr, INF: tl.constexpr
 ):  # fmt: skip
-    """places, values: a segment of ROOM for every tile; counts: of every tile; sums: of TILES of them."""
+    """places, values: a segment of ROOM for every tile; counts: of every tile."""
     tile = tl.program_id(0).to(tl.int64)
     count = _select(x, limit, tile, n, 0, places, values, tile * ROOM, ROOM, EACH, INF)
     tl.store(counts + tile, count.to(tl.int32))
-    tl.atomic_add(sums + tile // TILES, count, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["n", "room", "tiles"])
 def _bring(
-    x, limit, places, values, counts, sums, ends, index, out, n, room, tiles,
-    ROOM: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, INF: tl.constexpr,
+    x, limit, places, values, counts, ends, index, out, n, room, tiles,
+    ROOM: tl.constexpr, EACH: tl.constexpr, INF: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The segments of TILES tiles to their places; ends: the sums up to and including each program's."""
+    """The segments of TILES tiles to their places; ends: entries up to and including each tile's."""
     SIZE: tl.constexpr = CHUNKS * LANES * EACH
-    program = tl.program_id(0).to(tl.int64)
-    base = tl.load(ends + program) - tl.load(sums + program)
-    free = tl.minimum(tl.maximum(room - base, 0), TILES * SIZE).to(tl.int32)
-    tile = program * TILES + tl.arange(0, TILES)
+    first = tl.program_id(0).to(tl.int64) * TILES
+    tile = first + tl.arange(0, TILES)
     count = tl.load(counts + tile, mask=tile < tiles, other=0)
+    before = tl.load(ends + tile, mask=tile < tiles, other=0) - count
     most = tl.max(count)
     if most <= ROOM:
-        rank = tl.cumsum(count, axis=0) - count
         for i in range(0, most, WIDTH):
             slot = i + tl.arange(0, WIDTH)[None, :]
-            to = rank[:, None] + slot
-            here = (slot < count[:, None]) & (to < free)
+            to = before[:, None] + slot
+            here = (slot < count[:, None]) & (to < room)
             source = tile[:, None] * ROOM + slot
             place = tl.load(places + source, mask=here, other=0).to(tl.int64) + tile[:, None] * SIZE
             value = tl.load(values + source, mask=here, other=0)
-            tl.store(index + base + to, place, mask=here)
-            tl.store(out + base + to, value, mask=here)
+            tl.store(index + to, place, mask=here)
+            tl.store(out + to, value, mask=here)
     else:
+        base = tl.load(ends + first) - tl.load(counts + first)
         for i in range(TILES):
             left = tl.minimum(tl.maximum(room - base, 0), SIZE).to(tl.int32)
-            first = program * TILES + i
-            base += _select(x, limit, first, n, first * SIZE, index, out, base, left, EACH, INF)
+            base += _select(x, limit, first + i, n, (first + i) * SIZE, index, out, base, left, EACH, INF)
 
 
 @triton.jit(do_not_specialize=["room"])
@@ -164,18 +160,15 @@ def select_into(x, limit, index, values):
     """limit: 0-d, on x's device, in x's dtype. No host synchronisation."""
     n, room, each = x.numel(), index.numel(), 16 // x.element_size()
     inf = int(torch.tensor(torch.inf, dtype=x.dtype).view(torch.int16)) if each == 8 and x.data_ptr() % 4 == 0 else 0
-    segment = 4 * 32 * each // SHARE
-    tiles = triton.cdiv(n, 4 * 32 * each)
-    programs = triton.cdiv(tiles, TILES)
-    constants = {"ROOM": segment, "TILES": TILES, "EACH": each, "INF": inf}
+    segment, tiles = 4 * 32 * each // SHARE, triton.cdiv(n, 4 * 32 * each)
+    constants = {"ROOM": segment, "EACH": each, "INF": inf}
     places = torch.empty(tiles * segment, dtype=torch.int16, device=x.device)
     held = torch.empty(tiles * segment, dtype=x.dtype, device=x.device)
-    counts = torch.empty(tiles, dtype=torch.int32, device=x.device)
-    sums = torch.zeros(max(programs, 1), dtype=torch.int64, device=x.device)
-    aside = x, limit, places, held, counts, sums
+    counts = torch.zeros(max(tiles, 1), dtype=torch.int32, device=x.device)
+    aside = x, limit, places, held, counts
     launch(_set_aside, tiles, *aside, n, **constants, warps=1)
-    ends = sums.cumsum(0)
-    launch(_bring, programs, *aside, ends, index, values, n, room, tiles, **constants, WIDTH=WIDTH, warps=WARPS)
-    found = ends[-1]
-    launch(_pad, triton.cdiv(room, PAD), index, values, found, room, SIZE=PAD)
-    return found
+    ends = counts.cumsum(0)
+    constants |= {"TILES": TILES, "WIDTH": WIDTH}
+    launch(_bring, triton.cdiv(tiles, TILES), *aside, ends, index, values, n, room, tiles, **constants, warps=WARPS)
+    launch(_pad, triton.cdiv(room, PAD), index, values, ends[-1:], room, SIZE=PAD)
+    return ends[-1]

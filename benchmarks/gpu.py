@@ -4,9 +4,10 @@
 
 Sections: `check` compares every Triton kernel with the reference bit for bit; `kernels` times them beside a copy, torch
 eager and torch.compile; `nccl` compares codecs, memories, collectives, pipelines and the trainer on CUDA and NCCL with
-the CPU; `pipeline` times a model of GPT2-XL's size over links of several rates; `gradients` the mean of BERT-base-size
-gradients; `quality` fine-tunes over compressed boundaries. From `nccl` on, several processes share the one card. Exit
-status 1 if anything differs. Every section has a time limit of its own, and results are written as sections end.
+the CPU; `pipeline` times a model of GPT2-XL's size over links of several rates and traces it, `pipeline-rest` has more
+rates, `pipeline-ahead` more or fewer micro-batches in flight; `gradients` times the mean of BERT-base-size gradients;
+`quality` fine-tunes over compressed boundaries. From `nccl` on, several processes share the one card. Exit status 1 if
+anything differs. Every section has a time limit of its own, and results are written as sections end.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from thinwire.codecs import frame
 from thinwire.kernels import bits, checksum, delta, hadamard, indices, quantize, select, sign, ternary
 from thinwire.kernels import random as rng
 
@@ -95,8 +96,15 @@ def float_cases(x: Tensor) -> Iterator[Case]:
         yield "top", lambda to, impl: select.top(to(x), k, impl)
         yield "kth magnitude", lambda to, impl: select.kth_magnitude(to(x), k, impl)
         yield "select", lambda to, impl: select.select(to(x), 0.5, 2 * k, impl)
+        yield "select into", lambda to, impl: into(to(x), 0.5, 2 * k, impl)
+        yield "select few into", lambda to, impl: into(to(x), 2.5, 2 * k, impl)
         place = torch.arange(k) * 3 % n
         yield "scatter add", lambda to, impl: select.scatter_add(to(x), to(place), to(x[:k]), impl)
+
+
+def into(x: Tensor, threshold: float, cap: int, impl: str) -> tuple[Tensor, ...]:
+    index, values = torch.full((cap,), 7, device=x.device), x.new_full((cap,), 7)
+    return select.select_into(x, threshold, index, values, impl), index, values
 
 
 def byte_cases(n: int) -> Iterator[Case]:
@@ -111,6 +119,9 @@ def byte_cases(n: int) -> Iterator[Case]:
     trits = data % 3
     yield "ternary", lambda to, i: (w := ternary.pack_trits(to(trits), i), ternary.unpack_trits(w, n, i))
     yield "checksum", lambda to, impl: [checksum.checksum(to(data)[k:], impl) for k in (0, 1)]
+    if n >= frame.BYTES:
+        header, finite = frame.Header(8, n, 5, frame.key_hash(n)), torch.tensor(n % 2 == 0)
+        yield "frame", lambda to, i: (f := frame.seal(header, to(data), to(finite), i), frame.inspect(f, header, i))
     for k in sorted({0, n // 100, n // 2, n}):
         index = torch.randperm(n, generator=g)[:k].sort().values
         yield f"indices {k}", lambda to, i, x=index, k=k: (

@@ -37,7 +37,7 @@ def test_gpu_check_list(load):
         result = run(lambda x: x.clone(), "reference")
         assert checks.mismatches(result, result) == 0, (name, where)
         names.add(name.split()[0])
-    expected = "quantize delta sign hadamard histogram top kth select scatter pack ternary checksum indices"
+    expected = "quantize delta sign hadamard histogram top kth select scatter pack ternary checksum frame indices"
     assert names == set(expected.split())
 
 

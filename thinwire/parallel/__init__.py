@@ -1,4 +1,4 @@
-"""Adapters to torch: gradient reducer, DDP, trainers, pipeline stage, tied embedding. Imported when first used."""
+"""Adapters to torch: gradient reducer, DDP, FSDP, trainers, pipeline stage, tied embedding; imported when used."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 _LAZY = {
     "Reducer": "reducer",
     "compress_ddp": "ddp",
+    "compress_fsdp": "fsdp",
     "compress_trainer": "trainers",
     "TiedEmbedding": "tied",
     "all_reduce": "functional",

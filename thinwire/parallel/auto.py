@@ -12,7 +12,6 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 if TYPE_CHECKING:
     from thinwire.parallel.reducer import Reducer
@@ -49,9 +48,9 @@ class Auto:
         return plain
 
     def _decide(self) -> None:
-        medians = torch.tensor([statistics.median(self.times[kind]) for kind in ("exact", "compressed")])
-        dist.all_reduce(medians, op=dist.ReduceOp.MAX, group=self.reducer.group)
-        exact, compressed = medians.tolist()
+        found = [statistics.median(self.times[kind]) for kind in ("exact", "compressed")]
+        medians = torch.tensor(found, device=next(iter(self.reducer.parameters.values())).device)
+        exact, compressed = self.reducer.maximum(medians).tolist()
         self.reducer.exact = compressed > WORTH * exact
         if self.reducer.rank == 0:
             verdict = "off: it does not pay here" if self.reducer.exact else "on"

@@ -6,7 +6,6 @@ of a bucket is done when the pass is: backward still overlaps with the exchange,
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,46 +15,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import Collective
 from thinwire.errors import UsageError
-from thinwire.parallel.auto import Auto
+from thinwire.parallel.handle import Handle
 from thinwire.parallel.reducer import Reducer
 from thinwire.wire import Wire
 
 Buckets = list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]]
 
 
-class CompressedDDP:
+class CompressedDDP(Handle):
     """The handle of a compressed DDP model: whether the last step was rolled back (`skipped`), and its state."""
 
     def __init__(self, model: DistributedDataParallel, reducer: Reducer, auto: bool) -> None:
-        self.model, self.reducer = model, reducer
+        super().__init__(reducer, auto)
+        self.model = model
         self.names = {id(p): name for name, p in reducer.parameters.items()}
         self.finds_unused = bool(model.find_unused_parameters or model.static_graph)
-        self.auto = Auto(reducer) if auto and reducer.size > 1 else None
         self.pending: Buckets = []
         self.arrived, self.plain = 0, False
-
-    @property
-    def skipped(self) -> bool:
-        return self.reducer.skipped
-
-    @property
-    def skips(self) -> int:
-        return self.reducer.skips
-
-    @property
-    def compressing(self) -> bool:
-        """False in the warm-up, and where "auto" found that compression loses."""
-        return not (self.reducer.exact or self.reducer.exchange.steps < self.reducer.reduction.warmup)
-
-    @contextmanager
-    def step(self, ids: Any = None, train: bool = True) -> Any:
-        """Optional bracket of a training step: what is written to state inside is kept or dropped as a whole.
-
-        `ids` and `train` are for adapters that remember samples; here they change nothing.
-        """
-        bracket: AbstractContextManager[Any] = self.reducer.step()
-        with bracket:
-            yield self
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.reducer.state_dict()
@@ -64,9 +40,6 @@ class CompressedDDP:
         self.reducer.load_state_dict(state)
         if self.auto is not None:
             self.auto.owes = True
-
-    def close(self) -> None:
-        self.reducer.close()
 
     # --- called by DDP during backward
 

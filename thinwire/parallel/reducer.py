@@ -37,11 +37,13 @@ NONFINITE = ("nan", "zero")  # what gradients are after a step that was rolled b
 class Reducer:
     """Owns the reduction of the parameters' gradients. `scale` gives the loss scale of the step (a GradScaler's), so
     that residuals are kept in the gradient's own unit. After a rolled back step gradients are NaN, as plain DDP would
-    leave them, or zero; `skipped` says so."""
+    leave them, or zero; `skipped` says so. `beside`: a group of ranks that reduce other parts of the same parameters in
+    the same passes, as the shards of a model do; a step counts on all of them or on none."""
 
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: Wire | Collective | str | dict[str, Any],
         group: Any = None, *, seed: int = 0, nonfinite: str = "nan", scale: Callable[[], float] | None = None,
+        beside: Any = None,
     ) -> None:  # fmt: skip
         if nonfinite not in NONFINITE:
             raise UsageError(f"nonfinite = {nonfinite!r}: allowed are {', '.join(NONFINITE)}")
@@ -55,6 +57,7 @@ class Reducer:
         check_agreement("thinwire", config | {f"parameter {n}": str(s) for n, s in shapes.items()}, group)
         self.size, self.rank = world(group)
         self.group = twin(group) if self.size > 1 else None
+        self.beside = twin(beside) if beside is not None and world(beside)[0] > 1 else None
         self.exchange = Exchange(shapes, self.reduction, self.group, seed)
         self.order = list(reversed(self.exchange.units))
         self.home = {p: (unit, span) for unit in self.order for p, span, _ in unit.spans()}
@@ -157,6 +160,13 @@ class Reducer:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.checkpoint.load_state_dict(state)
 
+    def maximum(self, values: Tensor) -> Tensor:
+        """Entry by entry over all ranks that a step counts on or not, in place."""
+        for group in (self.group, self.beside):
+            if group is not None:
+                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        return values
+
     # --- inside
 
     def _open(self) -> None:
@@ -195,8 +205,8 @@ class Reducer:
     ) -> dict[str, Tensor | None]:
         """Agree with the other ranks, then commit or roll back; the means by parameter."""
         flags = torch.tensor([bool(bad), *(name in used for name in self.names)], dtype=torch.uint8)
+        flags = self.maximum(flags.to(next(iter(means.values()))[0].device)).cpu()
         if self.size > 1:
-            flags = _maximum(flags, next(iter(means.values()))[0].device, self.group)
             self.exchange.settle()
         self.skipped = bool(flags[0])
         unused = {name for name, flag in zip(self.names, flags[1:].tolist()) if not flag}
@@ -227,12 +237,6 @@ class Reducer:
             raise UsageError(
                 f"{name} has changed to shape {tuple(gradient.shape)} since thinwire was attached: attach it again"
             )
-
-
-def _maximum(flags: Tensor, device: torch.device, group: Any) -> Tensor:
-    flags = flags.to(device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    return flags.cpu()
 
 
 def _store(parameter: nn.Parameter, mean: Tensor | None) -> None:

@@ -30,7 +30,7 @@ WIRES = {
 
 
 class Net(nn.Module):
-    """Rows that two shards cannot share equally (3 and 1), two branches, and a vector whose gradient a case can choose."""
+    """Rows that two shards cannot share equally (3 and 1), two branches, a vector whose gradient a case can choose."""
 
     def __init__(self, **frozen: bool) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ class Auto:
         medians = torch.tensor(found, device=next(iter(self.reducer.parameters.values())).device)
         exact, compressed = self.reducer.maximum(medians).tolist()
         self.reducer.exact = compressed > WORTH * exact
-        if self.reducer.rank == 0:
+        if self.reducer.first:
             verdict = "off: it does not pay here" if self.reducer.exact else "on"
             log.warning(
                 "thinwire: a step takes %.1f ms exact and %.1f ms compressed; compression is %s",

@@ -172,7 +172,7 @@ def compress_fsdp(
     mine = {"wire": repr(wire), "seed": repr(seed), "nonfinite": repr(nonfinite), "parameters": str(list(parameters))}
     check_agreement("compress_fsdp", mine, mesh.get_group())
     local = {name: nn.Parameter(p.to_local().detach()) for name, p in parameters.items()}
-    weights = {f"the weights of {n}": repr(float(p.sum(dtype=torch.float64))) for n, p in local.items()}
+    weights = {f"the weights of {n}": repr(float(p.detach().sum(dtype=torch.float64))) for n, p in local.items()}
     check_agreement("compress_fsdp", {"shard": str(mesh.get_local_rank())} | weights, group)
     reducer = Reducer(
         local.items(), wire, group, seed=seed * mesh.size() + mesh.get_local_rank(), nonfinite=nonfinite,

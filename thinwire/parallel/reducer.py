@@ -58,6 +58,7 @@ class Reducer:
         self.size, self.rank = world(group)
         self.group = twin(group) if self.size > 1 else None
         self.beside = twin(beside) if beside is not None and world(beside)[0] > 1 else None
+        self.first = self.rank == 0 and (self.beside is None or world(self.beside)[1] == 0)
         self.exchange = Exchange(shapes, self.reduction, self.group, seed)
         self.order = list(reversed(self.exchange.units))
         self.home = {p: (unit, span) for unit in self.order for p, span, _ in unit.spans()}

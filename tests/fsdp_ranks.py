@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
+import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -144,10 +149,13 @@ def accumulation() -> list[str]:
         wrong += differ(str(syncs), gradients(ours), gradients(plain), 1e-6) + agree(str(syncs), gradients(ours))
         made = handle.reducer.exchange.steps
         wrong += [] if made == sum(syncs) else [f"{syncs}: {made} exchanges"]
-    ours, _ = compressed(SPARSE)
+    (ours, _), (anew, _) = compressed(SPARSE), compressed(SPARSE)
+    total = {n: torch.zeros_like(w) for n, w in weights(anew).items()}
     for step in range(3):
         loss_of(ours, step).backward()
-    return wrong + agree("compressed, accumulated", gradients(ours))
+        backward(anew, step)
+        total = {n: total[n] + g for n, g in gradients(anew).items()}
+    return wrong + agree("compressed", gradients(ours)) + differ("compressed", gradients(ours), total)
 
 
 def two_forwards() -> list[str]:
@@ -357,6 +365,12 @@ def resume(folder: str) -> list[str]:
         forgetful.load_state_dict(state["model"])
         _steps(forgetful, range(3, 6))
         wrong += [] if differ("", weights(forgetful), weights(whole)) else [f"{name}: the state does not matter"]
+    mine = {name.partition("/")[2]: value for name, value in other.state_dict()[other.shard].items()}
+    slots = ("e/", "h/", "m/")
+    three = {f"rank{r}of3/{n}": v * r if n.startswith(slots) else v for n, v in mine.items() for r in range(3)}
+    other.load_state_dict({other.shard: three})
+    now = {name.partition("/")[2]: value for name, value in other.state_dict()[other.shard].items()}
+    wrong += differ("from three sites", now, mine, 1e-6)
     try:
         other.load_state_dict({"shard0of3": {}})
         wrong.append("the state of another sharding was taken")
@@ -382,3 +396,13 @@ def run_cases(folder: str) -> dict[str, list[str]]:
         except Exception as error:
             out[case.__name__] = [f"{type(error).__name__}: {error}"]
     return out
+
+
+def run_example(*words: str) -> str:
+    """The script as __main__; what it printed."""
+    example = Path(__file__).parent.parent / "examples" / "fsdp_compressed.py"
+    torch.set_num_threads(1)
+    sys.argv = [example.name, *words]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(example), run_name="__main__")
+    return printed.getvalue()

@@ -1,9 +1,9 @@
-"""compress_fsdp on real processes, two sites of two shards each, beside torch's own HSDP."""
+"""compress_fsdp on real processes, two sites of two shards each, beside torch's own HSDP; and its example."""
 
 from __future__ import annotations
 
 import pytest
-from fsdp_ranks import CASES, run_cases
+from fsdp_ranks import CASES, run_cases, run_example
 
 from thinwire.lab import Network, check
 
@@ -12,16 +12,32 @@ pytestmark = [
     pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)"),
     pytest.mark.timeout(150),
 ]
-PRELOAD = ("torch", "torch.distributed.checkpoint", "thinwire.parallel.fsdp", "thinwire.parallel.checkpoint")
+PRELOAD = (
+    "torch", "torch.distributed.checkpoint", "thinwire.parallel.fsdp", "thinwire.parallel.checkpoint",
+    "sklearn.datasets",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def sites():
     with Network(hosts=2, preload=PRELOAD) as net:
-        yield net.run(run_cases, str(tmp_path_factory.mktemp("fsdp")), per_host=2, timeout=120, echo=False)
+        yield lambda *words: net.run(*words, per_host=2, timeout=120, echo=False)
+
+
+@pytest.fixture(scope="module")
+def ranks(sites, tmp_path_factory):
+    return sites(run_cases, str(tmp_path_factory.mktemp("fsdp")))
 
 
 @pytest.mark.parametrize("case", [*(case.__name__ for case in CASES), "resume"])
 def test_situation(ranks, case):
     for rank, found in enumerate(ranks):
         assert found[case] == [], f"rank {rank}"
+
+
+def test_example(sites):
+    printed = sites(run_example, "--steps", "50")[0]
+    assert "compressing: True, steps skipped: 0" in printed
+    assert float(printed.partition("accuracy ")[2].partition(",")[0]) > 0.7, printed
+    plain = sites(run_example, "--steps", "2", "--plain")[0]
+    assert "plain HSDP" in plain

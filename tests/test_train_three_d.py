@@ -6,10 +6,13 @@ import os
 import random
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_train_run import PRELOAD, held_out, killed, losses, merged
+from torch import nn
+from torch.distributed.tensor import Shard
 from train_ranks import MAX, compressed, live, settings, several
 
 from thinwire.errors import UsageError
@@ -18,7 +21,7 @@ from thinwire.planner.actions import Schedule
 from thinwire.planner.critical import choose_by
 from thinwire.planner.schedule import generate
 from thinwire.stages import check_stages, chosen_stages
-from thinwire.train import build
+from thinwire.train import build, tensor
 from thinwire.train.metrics import read_events
 from thinwire.train.selection import fitted
 from thinwire.train.timing import Measured
@@ -122,6 +125,26 @@ def test_what_cannot_be_cut_is_said_in_one_line(tmp_path, changed, said):
     with pytest.raises(UsageError) as error:
         build.check(replace(config, wire=changed.get("wire", {})))
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+# --- checkpoints of slices
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize(("had", "has"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4)])
+def test_slices_are_read_back_in_any_number(had, has, cut):
+    """Stored in `had` slices, every one of `has` ranks reads what is its own of the whole; a moment's step is whole."""
+    whole = torch.arange(96.0).view(8, 12)
+    if had == 1:
+        state = {"w": whole, "step": torch.tensor(3.0)}
+    else:
+        state = {f"w|{i}of{had}": part for i, part in enumerate(whole.chunk(had, cut))} | {"step": torch.tensor(3.0)}
+    for rank, expected in enumerate(whole.chunk(has, cut)):
+        parameter = nn.Parameter(expected) if has == 1 else tensor.Slice(expected)
+        parameter.whole = SimpleNamespace(placements=(Shard(cut),))
+        mine = {name: value for name, value in state.items() if tensor.concerns(name, (rank, has))}
+        assert torch.equal(tensor.read_back("w", mine, parameter, (rank, has)), expected)
+        assert tensor.read_back("step", mine, parameter, (rank, has)) == 3.0
 
 
 # --- selective stages

@@ -355,6 +355,8 @@ def test_damaged_indices_are_refused_alike(n, data):
 def test_checksum(n, seed, offset):
     data = noise(n, 256, seed)
     assert int(checksum.checksum(data, "reference")) == int(checksum.checksum(shifted(data, offset), "gpu"))
+    rows = noise(3 * n, 256, seed + 1).view(3, n)
+    assert same(*both(lambda to, impl: checksum.checksums(to(rows), impl)))
 
 
 @few(15)
@@ -375,6 +377,20 @@ def test_frames_are_sealed_and_inspected_alike(n, seed, finite):
     assert bool(said[1][1]) == (finite is not False)
     other = frame.Header(header.kind, header.count + 1, header.step, header.key)
     assert not any(frame.inspect(got, other, impl)[0] for got, impl in zip(frames, ("reference", "gpu")))
+
+
+def test_a_checksum_beyond_the_prime_is_refused():
+    """The same residue, written as another number: a body is made whose checksum is 2."""
+    header, sent = frame.Header(1, 2, 3, 4), noise(64, 256, 1)
+    sent[16:20] = 0
+    stored = int(frame.seal(header, sent, impl="reference")[12:16].view(torch.int32)) % 2**32
+    word = (2 - stored) * pow(checksum.weight(4), -1, checksum.PRIME) % checksum.PRIME
+    sent[16:20] = torch.tensor(list(word.to_bytes(4, "little")), dtype=torch.uint8)
+    frame.seal(header, sent, impl="reference")
+    assert sent[12:16].tolist() == [2, 0, 0, 0]
+    for value, good in ((2, True), (2 + checksum.PRIME, False)):
+        sent[12:16] = torch.tensor(list(value.to_bytes(4, "little")), dtype=torch.uint8)
+        assert [bool(said) for said in both(lambda to, impl: frame.inspect(to(sent), header, impl)[0])] == [good] * 2
 
 
 def test_positions_beyond_32_bits_hash_as_in_the_reference():

@@ -66,10 +66,10 @@ def main() -> None:
     with Network(hosts=2, rate=args.rate, preload=("torch", "thinwire.parallel.fsdp")) as net:
         found = net.run(ranks, args.width, args.rounds, per_host=2, timeout=500, echo=False)[0]
     medians = [statistics.median(one) for one in found["taken"]]
-    rows = [(way, m, medians[0] / m, min(one), max(one), found["sent"].get(way, "–"))
+    rows = [(way, m, medians[0] / m, min(one), max(one), found["sent"][way] / 1e6 if way in found["sent"] else "–")
             for way, m, one in zip(WAYS, medians, found["taken"])]  # fmt: skip
     table(f"Two sites of two ranks at {args.rate}, {found['parameters']} parameters",
-          ("gradients between sites", "median s", "speed-up", "least s", "most s", "bytes a rank"), rows)  # fmt: skip
+          ("gradients between sites", "median s", "speed-up", "least s", "most s", "MB a rank"), rows)  # fmt: skip
     write_json(args.json, found | {"ways": WAYS})
 
 

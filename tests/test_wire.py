@@ -15,8 +15,8 @@ import thinwire as tw
 from thinwire import codecs, collectives, memory
 from thinwire.errors import UsageError
 from thinwire.naming import construct, plain_name
-from thinwire.planner.settings import COLLECTIVES as PLANNED
 from thinwire.planner.settings import read_wire
+from thinwire.planner.sizes import reduction
 from thinwire.presets import PRESETS
 from thinwire.wire import COLLECTIVES, MEMORIES, Link, Reduction, Wire
 
@@ -70,8 +70,20 @@ def test_the_planner_reads_every_preset_the_same(name):
     assert planned.fused == (built.embedding is not None and built.embedding.sync == "fused")
 
 
-def test_the_planner_knows_every_collective_that_a_wire_can_name():
-    assert set(PLANNED) == set(COLLECTIVES)
+def test_the_planner_prices_every_collective_that_a_wire_can_name():
+    """And by their own rules: no two of them send the same."""
+    arguments = {
+        "dense": {}, "quantized": {"bits": 4}, "gather": {"codec": QUANTIZE},
+        "twohop": {"codec": QUANTIZE | {"bits": 3}},
+        "lowrank": {"rank": 2}, "oktopk": {"density": 0.1}, "gtopk": {"density": 0.1}, "topkdsa": {"density": 0.1},
+        "topkallgather": {"density": 0.1}, "hierarchical": {"across": {"collective": "quantized", "bits": 4}},
+    }  # fmt: skip
+    assert set(arguments) == set(COLLECTIVES)
+    sent = []
+    for name, some in arguments.items():
+        wire = read_wire({"gradient": {"collective": name, **some}})
+        sent.append(sum(cost.nbytes for cost in reduction(wire.gradient, [(64, 32)], 4, 2)))
+    assert min(sent) > 0 and len({round(s) for s in sent}) == len(sent), dict(zip(arguments, sent))
 
 
 def test_sections_over_a_preset():

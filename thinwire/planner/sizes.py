@@ -98,10 +98,10 @@ def _sparse(setting: Setting, n: int, ranks: int) -> Cost:
 
 
 def _low_rank(rank: int, shapes: list[Shape], ranks: int) -> Cost:
-    """Matrices as two factors, each reduced by a ring; vectors, and matrices too small to gain, whole."""
+    """Matrices (first dimension × the others) as two factors, each reduced by a ring; what would not shrink, whole."""
     left = right = whole = 0
     for shape in shapes:
-        rows, columns = values(shape[:-1]), shape[-1]
+        rows, columns = shape[0], values(shape[1:])
         r = min(rank, rows, columns)
         if len(shape) < 2 or r * (rows + columns) >= rows * columns:
             whole += values(shape)

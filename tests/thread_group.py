@@ -82,7 +82,7 @@ class ThreadDist:
     def get_process_group_ranks(self, group: Group | None = None) -> list[int]:
         return (group or self.world).ranks
 
-    def new_group(self, ranks: list[int], among: Any = None) -> Group:
+    def new_group(self, ranks: list[int], among: Any = None, options: Any = None) -> Group:
         return self.groups.setdefault(tuple(ranks), Group(ranks))
 
     def all_gather(self, out: list[Tensor], tensor: Tensor, group: Group | None = None) -> None:

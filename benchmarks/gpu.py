@@ -4,10 +4,12 @@
 
 Sections: `check` compares every Triton kernel with the reference bit for bit; `kernels` times them beside a copy, torch
 eager and torch.compile; `nccl` compares codecs, memories, collectives, pipelines and the trainer on CUDA and NCCL with
-the CPU; `pipeline` times a model of GPT2-XL's size over links of several rates and traces it, `pipeline-rest` has more
-rates, `pipeline-ahead` more or fewer micro-batches in flight; `gradients` times the mean of BERT-base-size gradients;
-`quality` fine-tunes over compressed boundaries. From `nccl` on, several processes share the one card. Exit status 1 if
-anything differs. Every section has a time limit of its own, and results are written as sections end.
+the CPU; `hot` counts the host's waits for the card and its calls for memory; `pipeline` times a model of GPT2-XL's size
+over links of several rates and traces it, `pipeline-rest` has more rates, `pipeline-ahead` more or fewer micro-batches
+in flight, `pipeline-codecs` codecs beside the computation and in turn with it; `gradients` times the mean of
+BERT-base-size gradients; `quality` fine-tunes over compressed boundaries. From `nccl` on, several processes share the
+one card. Exit status 1 if anything differs. Every section has a time limit of its own, and results are written as
+sections end.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gpu_checks
 import gpu_gradients
+import gpu_hot
 import gpu_kernels
 import gpu_nccl
 import gpu_pipeline
@@ -45,9 +48,11 @@ SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "check": _check,
     "kernels": lambda quick: gpu_kernels.time_all("cuda", "select" if quick else ""),
     "nccl": _nccl,
+    "hot": lambda quick: gpu_hot.measure(),
     "pipeline": lambda quick: gpu_pipeline.measure(seconds=70.0 if quick else 245.0),
     "pipeline-rest": lambda quick: gpu_pipeline.measure(seconds=175.0, cells=gpu_pipeline.REST),
     "pipeline-ahead": lambda quick: gpu_pipeline.measure(seconds=100.0, cells=gpu_pipeline.AHEAD),
+    "pipeline-codecs": lambda quick: gpu_pipeline.measure(seconds=130.0, cells=gpu_pipeline.CODECS),
     "gradients": lambda quick: gpu_gradients.measure(seconds=35.0, sizes=(2,)) if quick else gpu_gradients.measure(),
     "quality": lambda quick: gpu_quality.measure(size=gpu_quality.QUICK if quick else gpu_quality.Size()),
 }  # fmt: skip

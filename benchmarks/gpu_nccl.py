@@ -56,7 +56,9 @@ COLLECTIVES = {
     "hierarchical": k.Hierarchical(k.Dense(), k.OkTopk(0.1), 2),
 }  # fmt: skip
 BACKEND_ADDS = ("dense", "low rank", "hierarchical")
-SCHEDULES = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}  # → stages a rank
+SCHEDULES = {  # → stages a rank
+    "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2,
+}  # fmt: skip
 
 
 class Context:
@@ -247,6 +249,49 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+def fsdp(at: Context) -> Iterator[str]:
+    """compress_fsdp, two sites of two shards: exact as plain HSDP; compressed, replicas the same and the loss falls."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from thinwire.parallel import compress_fsdp
+
+    mesh = init_device_mesh(at.device.type, (2, 2), mesh_dim_names=("replica", "shard"))
+
+    def sharded(over: Any) -> Any:
+        model = net().to(at.device)
+        for part in model:
+            if isinstance(part, nn.Linear):
+                fully_shard(part, mesh=over)
+        return fully_shard(model, mesh=over)
+
+    def local(model: Any) -> list[Tensor]:
+        return [p.grad.to_local().clone() for p in model.parameters()]
+
+    plain, exact = sharded(mesh), sharded(mesh["shard"])
+    handle = compress_fsdp(exact, "off", replicas=mesh["replica"])
+    for step in range(3):
+        for model in (plain, exact):
+            _backward(at, model, step)
+        yield from at.differ(f"exact, step {step}", [local(plain), local(exact)], 1e-5)
+    handle.close()
+    for name, wire in (("max", "max"), ("oktopk", k.OkTopk(0.05)), ("low rank", k.LowRank(4))):
+        model, losses = sharded(mesh["shard"]), []
+        handle, optimiser = (
+            compress_fsdp(model, wire, replicas=mesh["replica"]),
+            torch.optim.SGD(model.parameters(), lr=0.2),
+        )
+        for _ in range(8):
+            losses.append(_backward(at, model, 0))
+            optimiser.step()
+        flat = torch.cat([p.to_local().detach().reshape(-1) for p in model.parameters()])
+        if not same_bits(*gather(flat, mesh["replica"].get_group())):
+            yield f"{name}: replicas differ"
+        if not losses[-1] < losses[0] or not handle.sent:
+            yield f"{name}: loss {losses[0]:.4f} → {losses[-1]:.4f}, {handle.sent} bytes sent"
+        handle.close()
+
+
 def tied(at: Context) -> Iterator[str]:
     """Two stages × two replicas: rank = 2·replica + stage."""
     replicas = [dist.new_group([stage, stage + 2]) for stage in (0, 1)][at.rank % 2]
@@ -346,7 +391,7 @@ def batch(ids: list[int]) -> Tensor:
 
 
 def identity(at: Context) -> Iterator[str]:
-    """Nothing configured: the bits of torch's own stage, under four schedules."""
+    """Nothing configured: the bits of torch's own stage, under all schedules."""
     for name in SCHEDULES:
         runs = [Piped(at, name, 8, wire) for wire in (None, "off")]
         for step in range(2):
@@ -431,7 +476,8 @@ def _faults(at: Context, run: Piped) -> Iterator[str]:
 
 
 def trainer(tell: Callable[[Any], None], device: str, folder: str) -> None:
-    """One rank alone (rank 0), 2 × 2 ranks exact and compressed, and a resumed run."""
+    """One rank alone (rank 0), 2 × 2 ranks exact and compressed, and a resumed run; then tensor parallelism, wires that
+    are chosen by measuring, adapters, and an optimiser whose variance is frozen."""
     from thinwire.train.config import read_config
     from thinwire.train.rank import train_rank
 
@@ -444,11 +490,14 @@ def trainer(tell: Callable[[Any], None], device: str, folder: str) -> None:
     }  # fmt: skip
 
     def run(name: str, wire: str, dp: int, pp: int, resume: bool = False, **changed: Any) -> None:
+        """`changed`: keys of any section, as mesh={"tp": 2}."""
         nonlocal port
         port += 1
         os.environ["MASTER_PORT"] = str(port)
-        table = {**small, "mesh": {"dp": dp, "pp": pp, "microbatches": 2}, "wire": {"preset": wire}}
-        table["run"] = {"device": device, "out": f"{folder}/{name}", "eval_every": 0, "checkpoint_every": 6, **changed}
+        table: dict[str, Any] = {**small, "mesh": {"dp": dp, "pp": pp, "microbatches": 2}, "wire": {"preset": wire}}
+        table["run"] = {"device": device, "out": f"{folder}/{name}", "eval_every": 0, "checkpoint_every": 6}
+        for section, keys in changed.items():
+            table[section] = {**table[section], **keys}
         began, problems = time.time(), []
         try:
             if train_rank(read_config(table), resume, alone=dp * pp == 1):
@@ -462,12 +511,21 @@ def trainer(tell: Callable[[Any], None], device: str, folder: str) -> None:
     port += rank > 0
     for name, wire in (("exact", "off"), ("compressed", "max")):
         run(name, wire, 2, 2)
-    run("mixed", "max", 2, 2, autocast="bf16")
+    run("mixed", "max", 2, 2, run={"autocast": "bf16"})
+    run("sliced", "off", 1, 2, mesh={"tp": 2})
+    run("sliced and compressed", "max", 1, 2, mesh={"tp": 2})
+    run("chosen", "auto", 2, 2)
+    run("adapters", "max", 2, 2, model={"lora": {"r": 4}}, optim={"lr": 2e-2})
+    run("frozen", "max", 2, 2, optim={"name": "frozen_adam"})
+    run("ahead", "max", 1, 4, mesh={"microbatches": 8, "ahead": 2})
     if rank == 0:  # as if it had been stopped at step 6
         import shutil
 
         shutil.rmtree(f"{folder}/compressed/checkpoints/step-00000012")
     run("compressed", "max", 2, 2, resume=True)
+
+
+LEARNING = ("compressed", "mixed", "sliced and compressed", "chosen", "adapters", "frozen", "ahead")
 
 
 def judge_training(folder: str) -> list[tuple[str, list[str]]]:
@@ -476,10 +534,13 @@ def judge_training(folder: str) -> list[tuple[str, list[str]]]:
     def losses(name: str) -> list[float]:
         return [e["loss"] for e in read_events(Path(folder) / name / "metrics.jsonl") if e["kind"] == "step"]
 
-    alone, exact, coded, mixed = (losses(name) for name in ("alone", "exact", "compressed", "mixed"))
-    off = max(abs(a - b) for a, b in zip(alone, exact)) if alone and len(alone) == len(exact) else math.inf
-    out = [("train 2×2 equals alone", [] if off < 2e-3 else [f"losses differ by {off:.3g}"])]
-    for name, found in (("compressed, resumed", coded), ("bf16 autocast", mixed)):
+    alone, out = losses("alone"), []
+    for name in ("exact", "sliced"):
+        found = losses(name)
+        off = max(abs(a - b) for a, b in zip(alone, found)) if alone and len(alone) == len(found) else math.inf
+        out.append((f"train {name} equals alone", [] if off < 2e-3 else [f"losses differ by {off:.3g}"]))
+    for name in LEARNING:
+        found = losses(name)
         good = len(found) == 12 and all(map(math.isfinite, found)) and found[-1] < found[0]
         out.append((f"train {name} learns", [] if good else [f"{found}"]))
     return out
@@ -488,10 +549,11 @@ def judge_training(folder: str) -> list[tuple[str, list[str]]]:
 # --- all of it
 
 CASES: dict[str, Callable[[Context], Iterator[str]]] = {
-    "codecs": codecs, "memories": memories, "collectives": collectives, "reducer": reducers, "ddp": ddp, "tied": tied,
+    "codecs": codecs, "memories": memories, "collectives": collectives, "reducer": reducers, "ddp": ddp, "fsdp": fsdp,
+    "tied": tied,
     "identity": identity, "delta": delta, "overlapped": overlapped,
 }  # fmt: skip
-ON_NCCL_ALONE = ("collectives", "reducer", "ddp", "tied", "identity", "delta", "overlapped")
+ON_NCCL_ALONE = ("collectives", "reducer", "ddp", "fsdp", "tied", "identity", "delta", "overlapped")
 
 
 def cases(tell: Callable[[Any], None], device: str, backend: str, names: list[str]) -> None:
@@ -533,7 +595,7 @@ def check(device: str = "cuda", only: list[str] | None = None, seconds: float = 
         follow(gpu_ranks.launch(cases, RANKS, device, "nccl", alone, seconds=seconds), alone)
     if "train" in wanted:
         folder = tempfile.mkdtemp()
-        names = ["train exact", "train compressed", "train mixed"]
+        names = [f"train {name}" for name in ("exact", "sliced", *LEARNING)]
         follow(gpu_ranks.launch(trainer, RANKS, device, folder, seconds=seconds), names)
         for name, problems in judge_training(folder):
             table[name] = {"case": name, "problems": problems, "seconds": 0.0, "ranks": []}

@@ -14,8 +14,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from thinwire.lab import Network
-from thinwire.parallel.overlap import run_ahead
+from thinwire.parallel.overlap import Road, run_ahead
 from thinwire.parallel.pipeline import Pipeline
 from thinwire.parallel.stage import CompressedStage
 from thinwire.units import parse_rate
@@ -67,6 +67,7 @@ WIRES: dict[str, Any] = {
     "ours 3/3, torch's order": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
     "ours 3/3, depth 2": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
     "ours 3/3, depth 4": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
+    "ours 3/3, codecs in turn": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
     "ours 3/3, host store": {"forward": delta(3, quantize(8), host=True), "backward": quantize(3)},
 }
 DEPTH = 3  # micro-batches in flight at a stage beyond those at the next, if the name does not say
@@ -82,6 +83,9 @@ REST: list[tuple[str, tuple[str, ...]]] = [  # a second run: rates of a quarter,
     ("2500mbit", (*ALL[1:3], *OURS)), ("75mbit", THIN[::-1]), ("125mbit", THIN[::-1]),
 ]  # fmt: skip
 DEPTHS = (*OURS, "ours 3/3, depth 2", "ours 3/3, depth 4")
+CODECS: list[tuple[str, tuple[str, ...]]] = [
+    (rate, (*OURS, "ours 3/3, codecs in turn")) for rate in ("unlimited", "1gbit", "300mbit", "unlimited", "300mbit")
+]
 AHEAD: list[tuple[str, tuple[str, ...]]] = [(rate, DEPTHS) for rate in ("unlimited", "300mbit", "250mbit", "100mbit")]
 
 
@@ -136,6 +140,24 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
+class InTurn(Road):
+    """A road whose codecs run on the computation's stream: only receives are posted beside it."""
+
+    @contextmanager
+    def beside(self, given: Sequence[Tensor] = ()) -> Iterator[None]:
+        with nullcontext() if given else torch.cuda.stream(self.stream):
+            yield
+
+    @contextmanager
+    def arrived(self, chunk: int) -> Iterator[None]:
+        frames, works = self.posted.pop(chunk)
+        for work in works:
+            work.wait()
+        for frame in frames:
+            frame.record_stream(torch.cuda.current_stream())
+        yield
+
+
 class Run:
     """One way of sending, around the stage that all of them share."""
 
@@ -151,6 +173,8 @@ class Run:
             overlap = name not in IN_TURN
             self.pipe = Pipeline([self.stage], overlap=overlap and Run.roads is None)
             self.stage.roads = Run.roads if overlap and Run.roads else {}
+            if "codecs in turn" in name:
+                self.stage.roads = {way: InTurn(r.group, r.peer, r.stream) for way, r in Run.roads.items()}
         self.schedule = Schedule1F1B(self.stage, size.microbatches, loss_fn=loss_of)
         if name not in IN_TURN:
             run_ahead(self.schedule, int(name.partition("depth ")[2] or DEPTH))

@@ -60,6 +60,7 @@ def test_the_lora_table_uncommented() -> None:
         ("[mesh]\ntp = true", "[mesh] tp = True: allowed is a whole number, 1 or more"),
         ('[mesh]\nschedule = "1f2b"', "[mesh] schedule = '1f2b': allowed is one of GPipe, 1F1B"),
         ('[mesh]\nschedule = "1F1B-doubled"', "[mesh] schedule = '1F1B-doubled': allowed is one of"),
+        ('[mesh]\nschedule = "gpipe"\nahead = 2', "[mesh] ahead = 2: is for 1F1B; GPipe takes 1"),
         ("[mesh]\nvirtual = 3", "[mesh] virtual = 3: 1F1B has 1 stage"),
         ('[mesh]\npp = 4\nschedule = "dualpipev"', "[mesh] microbatches = 4: DualPipeV needs at least"),
         ("[optim]\nbatch = 6", "[optim] batch = 6: must be a multiple of dp × microbatches × accumulate = 4"),

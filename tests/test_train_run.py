@@ -59,7 +59,7 @@ def test_a_mesh_equals_one_process(tmp_path):
     meshes = {
         "1F1B": {**SQUARE}, "GPipe": {**SQUARE, "schedule": "GPipe"},
         "interleaved": {**SQUARE, "schedule": "Interleaved1F1B", "virtual": 2},
-        "V": {**SQUARE, "schedule": "ZBVZeroBubble", "split": "time"},
+        "V": {**SQUARE, "schedule": "ZBVZeroBubble", "split": "time"}, "ahead": {**SQUARE, "ahead": 2},
     }  # fmt: skip
     with Network(hosts=1, preload=PRELOAD) as net:
         alone = [settings(tmp_path / f"alone{tied}", model={"tied": tied}) for tied in (True, False)]

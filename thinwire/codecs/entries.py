@@ -6,7 +6,7 @@ by Elias–Fano or a bitmap. The size follows from (n, k), so counts are all tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,8 +23,13 @@ INDICES = ("int32", "coded")
 
 @dataclass(frozen=True)
 class Entries:
+    """`later`: leave what is wrong with values and messages to `settle`, which looks once for all of an exchange: on a
+    card, to look is to wait for it."""
+
     values: str = "fp32"
     indices: str = "int32"
+    later: bool = False
+    doubts: list[tuple[str, Tensor]] = field(default_factory=list, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.values not in VALUES:
@@ -41,8 +46,9 @@ class Entries:
         return VALUES[self.values].nbytes((k,), dtype) + self._index_bytes(n, k)
 
     def encode(self, index: Tensor, values: Tensor, n: int) -> Tensor:
-        """index: int64[k] ascending below n, values: float[k] → uint8[nbytes]."""
-        body = VALUES[self.values].encode(values)
+        """index: int64[k] ascending below n, values: float[k] → uint8[nbytes]. NaN or Inf: ValueError."""
+        body, finite = VALUES[self.values].encode_flagged(values)
+        self._doubt("cannot encode entries: values are NaN or Inf", finite)
         if self.indices == "coded":
             return torch.cat((body, coding.encode_indices(index, n)))
         return torch.cat((body, raw_bytes(index.to(_index_dtype(n)))))
@@ -53,12 +59,28 @@ class Entries:
             raise ValueError(f"{k} entries of {n} take {self.nbytes(n, k, dtype)} bytes, not {wire.numel()}")
         cut = VALUES[self.values].nbytes((k,), dtype)
         values = VALUES[self.values].decode(wire[:cut], (k,), dtype)
+        if not k:
+            return torch.empty(0, dtype=torch.int64, device=wire.device), values
         if self.indices == "coded":
-            return coding.decode_indices(wire[cut:], n, k), values
-        index = from_raw(wire[cut:], _index_dtype(n)).long()
-        if k:
-            coding.check_indices(index, n, k)
+            index, good = coding.decode_flagged(wire[cut:], n, k)
+        else:
+            index, good = coding.checked(from_raw(wire[cut:], _index_dtype(n)).long(), n)
+        self._doubt(f"index message is not {k} ascending indices below {n}", good)
         return index, values
+
+    def settle(self) -> None:
+        """Look at what was left for later; the first thing that is wrong raises ValueError."""
+        doubts = self.doubts.copy()
+        self.doubts.clear()
+        flags = torch.stack([flag for _, flag in doubts]).tolist() if doubts else []
+        for (what, _), good in zip(doubts, flags):
+            if not good:
+                raise ValueError(what)
+
+    def _doubt(self, what: str, good: Tensor) -> None:
+        self.doubts.append((what, good))
+        if not self.later:
+            self.settle()
 
     def _index_bytes(self, n: int, k: int) -> int:
         return coding.index_bytes(n, k) if self.indices == "coded" else k * _index_dtype(n).itemsize

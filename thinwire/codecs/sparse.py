@@ -62,8 +62,15 @@ class TopK(_Sparse):
         return values, indices.encode_indices(index, x.numel())
 
     def place(self, values: Tensor, coded: Tensor, n: int, seed: int) -> Tensor:
-        index = indices.decode_indices(coded, n, values.numel())
-        return kernel.scatter_add(values.new_zeros(n), index, values)
+        """Indices that are none: ValueError; on a card, where to raise would be to wait for it, NaN."""
+        if not values.is_cuda:
+            return kernel.scatter_add(values.new_zeros(n), indices.decode_indices(coded, n, values.numel()), values)
+        index, good = indices.decode_flagged(coded, n, values.numel())
+        return kernel.scatter_add(values.new_zeros(n), index, torch.where(good, values, torch.nan))
+
+    @property
+    def is_blind(self) -> bool:
+        return True
 
     def index_bytes(self, n: int) -> int:
         return indices.index_bytes(n, self.count(n))
@@ -117,9 +124,14 @@ class Chain(Codec):
         if not isinstance(self.values, Codec):
             raise UsageError(f"Chain wants a codec for the values, not {self.values!r}")
 
+    @property
+    def is_blind(self) -> bool:
+        return self.sparse.is_blind and self.values.is_blind
+
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         values, coded = self.sparse.pick(x.view(-1), seed)
-        return torch.cat((self.values.encode(values, random.derive("values", seed)), coded))
+        body, _ = self.values.encode_flagged(values, random.derive("values", seed))  # x is finite, and so are they
+        return torch.cat((body, coded))
 
     def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
         n = math.prod(shape)

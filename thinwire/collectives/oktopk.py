@@ -74,7 +74,8 @@ class OkTopk(Collective):
         picked = thresholds.pick(flat, k, state)
         if "bounds" not in state or age % self.tau == 0 or state["bounds"].numel() != size + 1:
             self._cut_regions(picked[0], n, state, group)
-        bounds, shift, code = state["bounds"].tolist(), int(state["shift"]), Entries(self.values, self.indices)
+        bounds, shift = state["bounds"].tolist(), int(state["shift"])
+        code = Entries(self.values, self.indices, later=True)
         region, mine, sent = split_and_reduce(picked, bounds, shift, code, group)
         (index, sums), held = thresholds.pick_sums(region, k, state, group, fresh=age % self.tau_prime == 0)
         owned = index + bounds[mine], sums
@@ -82,6 +83,7 @@ class OkTopk(Collective):
         mean, own = put(n, everything[0], everything[1] / size), _passed(sent, everything[0], n)
         if not code.is_exact:  # what coding did to the sums it owns
             select.scatter_add(own, owned[0], mean[owned[0]] * size - sums)
+        code.settle()
         state["selected"] = torch.tensor([picked[0].numel(), everything[0].numel()])  # locally, globally
         state["age"] = torch.tensor(age + 1)
         if self.xi_every and age % self.xi_every == 0:
@@ -116,8 +118,7 @@ def _passed(sent: Picked, index: Tensor, n: int) -> Tensor:
     """float[n] of the entries sent, where their index is among those that passed."""
     passed = torch.zeros(n, dtype=torch.bool, device=index.device)
     passed[index] = True
-    kept = passed[sent[0]]
-    return put(n, sent[0][kept], sent[1][kept])
+    return put(n, sent[0], torch.where(passed[sent[0]], sent[1], 0))
 
 
 def xi(acc: Tensor, mean: Tensor, k: int, group: Any = None, gradient: Tensor | None = None) -> Tensor:

@@ -5,6 +5,7 @@ Every region has one owner who adds it up, so all members get the same bits.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -81,7 +82,7 @@ def balanced_gather(picked: Picked, counts: list[int], shift: int, n: int, code:
     size, rank = world(group)
     owners = [(region + shift) % size for region in range(size)]
     if max(counts) * size > CROWDED * sum(counts):
-        picked, counts = _hand_over(picked, counts, owners, n, Entries("fp32", code.indices), group)
+        picked, counts = _hand_over(picked, counts, owners, n, replace(code, values="fp32"), group)
     dtype = picked[1].dtype
     message = code.encode(*picked, n)
     arrived = swap([message] * size, [code.nbytes(n, c, dtype) for c in counts], group)

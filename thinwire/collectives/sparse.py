@@ -43,7 +43,7 @@ class TopkAllgather(_Selecting):
         self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         size, rank = world(group)
-        code, flat = Entries(self.values, self.indices), u.reshape(-1)
+        code, flat = Entries(self.values, self.indices, later=True), u.reshape(-1)
         n = flat.numel()
         if n == 0:
             return u.clone(), u.clone()
@@ -53,6 +53,7 @@ class TopkAllgather(_Selecting):
         for wire in messages:
             select.scatter_add(total, *code.decode(wire, n, k, u.dtype))
         own = put(n, *code.decode(messages[rank], n, k, u.dtype))
+        code.settle()
         return total.div_(size).view(u.shape), own.view(u.shape)
 
 
@@ -69,7 +70,7 @@ class TopkDSA(_Selecting):
         self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         size, rank = world(group)
-        code, flat = Entries(self.values, self.indices), u.reshape(-1)
+        code, flat = Entries(self.values, self.indices, later=True), u.reshape(-1)
         n, bounds = flat.numel(), region_bounds(flat.numel(), size)
         if n == 0:
             return u.clone(), u.clone()
@@ -92,6 +93,7 @@ class TopkDSA(_Selecting):
             mean[bounds[j] : bounds[j + 1]] = part
         mine = slice(bounds[rank], bounds[rank + 1])
         own[mine] += mean[mine] - region  # what coding the sums changed
+        code.settle()
         return mean.div_(size).view(u.shape), own.view(u.shape)
 
 
@@ -108,7 +110,7 @@ class GTopk(_Selecting):
         self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         size, rank = world(group)
-        code, flat = Entries(self.values, self.indices), u.reshape(-1)
+        code, flat = Entries(self.values, self.indices, later=True), u.reshape(-1)
         n = flat.numel()
         if n == 0:
             return u.clone(), u.clone()
@@ -128,7 +130,9 @@ class GTopk(_Selecting):
                 total[1][place] -= held[1]  # what is left was rejected, or changed by coding
                 select.scatter_add(own, total[0], -total[1])
         wire = self._down(wire, levels, size, rank, group)
-        return put(n, *code.decode(wire, n, k, u.dtype)).div_(size).view(u.shape), own.view(u.shape)
+        mean = put(n, *code.decode(wire, n, k, u.dtype)).div_(size)
+        code.settle()
+        return mean.view(u.shape), own.view(u.shape)
 
     def _down(self, wire: Tensor, levels: list[int], size: int, rank: int, group: Any) -> Tensor:
         """The root's message, passed down the same tree."""

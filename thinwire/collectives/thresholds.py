@@ -57,8 +57,8 @@ def pick(flat: Tensor, k: int, state: State) -> Picked:
             picked = index[place], values
     picked = picked or select.top(flat, k)
     sizes = picked[1].abs().float()
-    exact = float(sizes.min())
-    beyond = int(torch.count_nonzero(sizes >= exact * STRETCH))
+    least = sizes.min()
+    exact, beyond = torch.stack((least, torch.count_nonzero(sizes >= least * STRETCH).float())).tolist()
     _learn(state, "l", exact, k, math.log(k / max(beyond, 0.5)) / math.log(STRETCH))
     return picked
 
@@ -76,7 +76,7 @@ def pick_sums(region: Tensor, k: int, state: State, group: Any, fresh: bool) -> 
             if best < GRID - MARGIN:
                 slope = math.log(total[best] / max(total[-1], 0.5)) / (step * (GRID - 1 - best))
             _learn(state, "g", float(grid[best]) * (total[best] / k) ** (1 / max(slope, FLATTEST)), total[best], slope)
-            keep = place > best
+            keep = torch.nonzero(place > best).reshape(-1)
             return (index[keep], values[keep]), counts[:, best].tolist()
     exact_one = pooled_threshold(region, k, group)
     picked, _, counts = _above(region, torch.stack((exact_one, exact_one * STRETCH)), group)

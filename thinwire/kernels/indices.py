@@ -49,28 +49,37 @@ def encode_indices(index: Tensor, n: int, impl: str | None = None) -> Tensor:
 
 def decode_indices(wire: Tensor, n: int, k: int, impl: str | None = None) -> Tensor:
     """The inverse: int64[k]. A message that is not k ascending indices below n raises ValueError."""
+    index, good = decode_flagged(wire, n, k, impl)
+    if not bool(good):
+        raise ValueError(f"index message is not {k} ascending indices below {n}")
+    return index
+
+
+def decode_flagged(wire: Tensor, n: int, k: int, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """(int64[k], 0-d bool: are they k ascending ones below n?), without raising or waiting for a card. Where the flag
+    is false the indices are void, but inside."""
     if wire.numel() != index_bytes(n, k):
         raise ValueError(f"index message has {wire.numel()} bytes, {k} of {n} indices take {index_bytes(n, k)}")
     if k in (0, n):
-        return torch.arange(k, device=wire.device)
+        return torch.arange(k, device=wire.device), torch.ones((), dtype=torch.bool, device=wire.device)
     impl = choose(wire, impl)
     bitmap = bitpack.packed_bytes(n, 1) == wire.numel()
     if impl != "reference":
         coder = load(impl, "indices")
-        index = coder.decode_bitmap(wire, n, k) if bitmap else coder.decode_elias_fano(wire, n, k)
-    elif bitmap:
-        index = torch.nonzero(_unpack_ones(wire)).reshape(-1)
+        index, found = coder.decode_bitmap(wire, n, k) if bitmap else coder.decode_elias_fano(wire, n, k)
     else:
-        index = _elias_fano(wire, n, k)
-    check_indices(index, n, k)
-    return index
+        index = torch.nonzero(_unpack_ones(wire)).reshape(-1) if bitmap else _elias_fano(wire, n, k)
+        index, found = (index if index.numel() == k else index.new_zeros(k)), torch.tensor(index.numel())
+    index, good = checked(index, n, impl)
+    return index, good & (found == k)
 
 
-def check_indices(index: Tensor, n: int, k: int) -> None:
-    if index.numel() != k:
-        raise ValueError(f"index message holds {index.numel()} indices, {k} were announced")
-    if int(index[-1]) >= n or int(index[0]) < 0 or bool((index[1:] <= index[:-1]).any()):
-        raise ValueError(f"index message is not {k} ascending indices below {n}")
+def checked(index: Tensor, n: int, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """(int64[k] inside n, 0-d bool: is it ascending and inside?); k > 0, and what is outside is written over."""
+    if choose(index, impl) == "gpu":
+        return load("gpu", "indices").checked(index, n)
+    good = (index[0] >= 0) & (index[-1] < n) & (index[1:] > index[:-1]).all()
+    return (index if bool(good) else index.clamp_(0, n - 1)), good
 
 
 def _elias_fano(wire: Tensor, n: int, k: int) -> Tensor:

@@ -5,14 +5,17 @@ computation take turns, and so do the two directions. Here a frame is on its way
 posted a micro-batch ahead, and only the decoding of a frame waits for that frame. The schedule's order of computation
 stays its own; it must ask for micro-batches in ascending order, as GPipe and 1F1B do.
 
-On a card a receive is a kernel that spins until its frame is there, and things that happen once (loading a kernel, a
-group's first message) wait for all kernels. So groups are tried when they are made, and no receive is posted that needs
-more of this rank than what it has enqueued before: under GPipe and 1F1B the next micro-batch's never does.
+On a card every road has a stream, where its codecs run: a frame is decoded when it arrives, not when the computation
+comes to it, and the computation goes on while its last result is encoded. A receive there is a kernel that spins until
+its frame is there, and things that happen once (loading a kernel, a group's first message) wait for all kernels. So
+groups are tried when they are made, and no receive is posted that needs more of this rank than what it has enqueued
+before: under GPipe and 1F1B the next micro-batch's never does.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +36,37 @@ class Road:
 
     group: Any
     peer: int  # 0 or 1, its rank in the group
-    stream: Any = None  # on a card: where receives are posted, so that they wait for no computation
+    stream: Any = None  # on a card: where codecs run and receives are posted, so that they wait for no computation
     sent: list[dist.Work] = field(default_factory=list)
     posted: dict[int, tuple[list[Tensor], list[dist.Work]]] = field(default_factory=dict)
     next: int = 0  # the micro-batch to post
+
+    def begin(self) -> None:
+        """The step's start: memories may have been changed by the computation's stream."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    @contextmanager
+    def beside(self, given: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Work on the road's stream: it waits for `given`, which the computation has made, and for nothing else."""
+        if self.stream is None:
+            yield
+            return
+        if given:
+            self.begin()
+            for x in given:
+                x.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def deliver(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Work of the road's stream to the computation, which waits for it."""
+        if self.stream is not None:
+            here = torch.cuda.current_stream(self.stream.device)
+            here.wait_stream(self.stream)
+            for x in tensors:
+                x.record_stream(here)
+        return tensors
 
     def send(self, frames: list[Tensor]) -> None:
         self.sent += self._start(dist.isend, frames)
@@ -47,29 +77,24 @@ class Road:
             raise UsageError(
                 f"overlap: this schedule asks for micro-batch {chunk} where {self.next} comes next: use overlap=False"
             )
-        with self.beside():
-            self.posted[chunk] = frames, self._start(dist.irecv, frames)
+        self.posted[chunk] = frames, self._start(dist.irecv, frames)
         self.next += 1
 
-    def beside(self) -> AbstractContextManager[Any]:
-        """Where buffers for frames are made, and posted."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-
-    def wait(self, chunk: int) -> list[Tensor]:
-        """The frames of a micro-batch, arrived (on a card: the current stream waits, the host does not)."""
-        frames, works = self.posted.pop(chunk)
-        for work in works:
-            work.wait()
-        if self.stream is not None:
-            for frame in frames:
-                frame.record_stream(torch.cuda.current_stream())
-        return frames
+    @contextmanager
+    def arrived(self, chunk: int) -> Iterator[None]:
+        """Beside, where the frames of a micro-batch are there (on a card: that stream waits, the host does not)."""
+        _, works = self.posted.pop(chunk)
+        with self.beside():
+            for work in works:
+                work.wait()
+            yield
 
     def finish(self) -> None:
         """The step's end: everything has been sent."""
         sent, self.sent, self.next = self.sent, [], 0
         for work in sent:
             work.wait()
+        self.deliver([])
         if self.posted:
             raise RuntimeError(f"frames of micro-batches {sorted(self.posted)} were expected and never asked for")
 
@@ -87,7 +112,6 @@ def make_roads(stage: int, place: dict[int, int], group: Any, device: torch.devi
     if sorted(place.values()) != list(range(size)):
         raise UsageError("overlap needs one stage a rank (GPipe or 1F1B): use overlap=False")
     roads: dict[tuple[str, str], Road] = {}
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     for parity in (0, 1):
         for way in WAYS:
             left = stage if stage % 2 == parity else stage - 1
@@ -98,6 +122,7 @@ def make_roads(stage: int, place: dict[int, int], group: Any, device: torch.devi
             outwards = (way == "forward") == (left == stage)
             peer = place[left + 1] if left == stage else place[left]
             ranks = dist.get_process_group_ranks(whole(group))
+            stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
             road = Road(made, dist.get_group_rank(made, ranks[peer]), stream)
             byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
             for work in road._start(dist.isend if outwards else dist.irecv, byte):

@@ -27,7 +27,7 @@ from thinwire.memory.store import Key
 from thinwire.parallel.announce import Announcement, Herald, Ids, Pair, sample_ids, swap_words
 from thinwire.parallel.boundary import Lane
 from thinwire.parallel.meet import Meeting, meet
-from thinwire.parallel.overlap import make_roads
+from thinwire.parallel.overlap import Road, make_roads
 from thinwire.parallel.prefetch import Prefetch
 from thinwire.parallel.stage import CompressedStage, Spec
 from thinwire.parallel.tally import Tally, store_estimate, store_forecast
@@ -111,6 +111,8 @@ class Pipeline:
         self._rescale(train)
         if coded and said.ids is not None:
             self._agree(said.ids)
+        for road in self._roads():
+            road.begin()
         if train:
             for stage in self.stages:
                 stage.post_receives()
@@ -150,7 +152,7 @@ class Pipeline:
     def _close(self) -> None:
         said = self.announced
         assert said is not None
-        for road in (road for stage in self.stages for road in stage.roads.values()):
+        for road in self._roads():
             road.finish()
         for lane in self.lanes():
             lane.settle()
@@ -243,6 +245,9 @@ class Pipeline:
         return found
 
     # --- what is known of it
+
+    def _roads(self) -> list[Road]:
+        return [road for stage in self.stages for road in stage.roads.values()]
 
     def lanes(self) -> list[Lane]:
         return [lane for stage in self.stages for lane in stage.lanes.all()]

@@ -12,7 +12,7 @@ schedule runs, and a link with `Identity` gives the same bits as the plain stage
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -154,12 +154,13 @@ class CompressedStage(PipelineStage):
         if lane is None or self.announced is None:
             return ops
         part = self._part(way, chunk, self.stage_index)
-        frames = [lane.send(part, i, op.tensor.detach()) for i, op in enumerate(ops)]
-        road = self.roads.get((way, "out"))
-        if road is None:
-            return [_rebuilt(op, frame, self._tag(way, chunk, i)) for i, (op, frame) in enumerate(zip(ops, frames))]
-        road.send(frames)
-        return []
+        tensors, road = [op.tensor.detach() for op in ops], self.roads.get((way, "out"))
+        if road is not None:
+            with road.beside(tensors):
+                road.send([lane.send(part, i, x) for i, x in enumerate(tensors)])
+            return []
+        frames = [lane.send(part, i, x) for i, x in enumerate(tensors)]
+        return [_rebuilt(op, frame, self._tag(way, chunk, i)) for i, (op, frame) in enumerate(zip(ops, frames))]
 
     def _receives(self, lane: Lane | None, way: str, chunk: int) -> list[dist.P2POp]:
         ops, shapes = self._incoming(way, chunk)
@@ -172,7 +173,7 @@ class CompressedStage(PipelineStage):
                 at = road.next
                 with road.beside():
                     arrivals = self._await(way, at, *self._incoming(way, at))
-                road.post(at, [arrival.frame for arrival in arrivals])
+                    road.post(at, [arrival.frame for arrival in arrivals])
             return []
         if self.announced.train:
             self.early.note(way, chunk, ops, shapes, self._sizes())
@@ -236,14 +237,13 @@ class CompressedStage(PipelineStage):
         arrivals = self._arrivals.pop((way, chunk), None)
         if arrivals is None or lane is None:
             return None
-        part = self._part(way, chunk, self._sender(way))
-        if (way, "in") in self.roads:
-            self.roads[way, "in"].wait(chunk)
-        for arrival in arrivals:
-            if arrival.work is not None:
-                arrival.work.wait()
-        with torch.no_grad():
-            return [lane.recv(part, i, a.frame, a.shape, a.dtype) for i, a in enumerate(arrivals)]
+        part, road = self._part(way, chunk, self._sender(way)), self.roads.get((way, "in"))
+        with torch.no_grad(), nullcontext() if road is None else road.arrived(chunk):
+            for arrival in arrivals:
+                if arrival.work is not None:
+                    arrival.work.wait()
+            tensors = [lane.recv(part, i, a.frame, a.shape, a.dtype) for i, a in enumerate(arrivals)]
+        return tensors if road is None else road.deliver(tensors)
 
     def _part(self, way: str, chunk: int, sender: int) -> Part:
         assert self.announced is not None and self.microbatches is not None

@@ -15,7 +15,7 @@ from thinwire.parallel.agree import check_agreement
 from thinwire.parallel.when import Plan
 from thinwire.stages import SLACK, chosen_stages
 from thinwire.train import tensor
-from thinwire.train.auto import Decision, check_auto, decide
+from thinwire.train.auto import Decision, check_auto, decide, is_asked
 from thinwire.train.batches import Batches
 from thinwire.train.config import TrainConfig
 from thinwire.train.engine import Alone, Piped
@@ -73,6 +73,10 @@ def check(config: TrainConfig) -> Checked:
     """Wire, data, and a model that can be cut as the mesh says; mistakes are UsageErrors."""
     wire = Wire.of(config.wire)
     check_auto(wire)
+    if config.mesh.ahead > 1 and is_asked(wire):
+        raise UsageError(
+            f"[mesh] ahead = {config.mesh.ahead}: auto, critical and slack decide for torch's own order; take 1"
+        )
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.path)
     samples = make_samples(config.data, tokenizer)
     Batches(samples, config.optim.batch, config.data.seed, 0, config.mesh.dp)

@@ -108,6 +108,7 @@ class MeshConfig:
     )
     virtual: int | None = key(None, whole(1), "stages a rank, for the interleaved schedules", 2)
     microbatches: int = key(4, whole(1), "a pipeline pass")
+    ahead: int = key(1, whole(1), "1F1B: begin more micro-batches before the first backward; 2 or 3 hide slow links")
     split: str = key(
         "parameters", one_of("parameters", "time"), "layers over stages by parameters, or by measured time"
     )
@@ -118,6 +119,8 @@ class MeshConfig:
             self.plan()
         except UsageError as error:
             raise UsageError(f"[mesh] {error}") from None
+        if self.ahead > 1 and self.schedule != "1F1B":
+            raise UsageError(f"[mesh] ahead = {self.ahead}: is for 1F1B; {self.schedule} takes 1")
         if self.schedule == "1F1B" and self.microbatches < self.pp:
             raise UsageError(f"[mesh] microbatches = {self.microbatches}: 1F1B needs at least pp = {self.pp}")
 

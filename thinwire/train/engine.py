@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from thinwire.errors import UsageError
+from thinwire.parallel.overlap import run_ahead
 from thinwire.parallel.pipeline import Pipeline
 from thinwire.parallel.stage import CompressedStage
 from thinwire.parallel.when import Plan
@@ -88,10 +89,13 @@ class Piped:
         ]  # fmt: skip
         self.loss = Loss(config.mesh.dp)
         row = config.data.seq_len, self.width
-        self.pipeline = Pipeline(self.parts, plan=plan, samples=samples, row=row, say=say)
+        overlap = config.mesh.ahead > 1 or (self.device.type == "cuda" and config.mesh.schedule in ("GPipe", "1F1B"))
+        self.pipeline = Pipeline(self.parts, plan=plan, samples=samples, row=row, say=say, overlap=overlap)
         kind = get_schedule_class(config.mesh.schedule)
         given: Any = self.parts if issubclass(kind, PipelineScheduleMulti) else self.parts[0]
         self.schedule: Any = kind(given, config.mesh.microbatches, loss_fn=self.loss, scale_grads=False)
+        if config.mesh.ahead > 1:
+            run_ahead(self.schedule, config.mesh.ahead)
         self.first, self.last = mesh.is_first, mesh.is_last
 
     def run(

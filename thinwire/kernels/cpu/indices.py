@@ -86,14 +86,13 @@ def encode_elias_fano(index, n):
 
 def decode_elias_fano(wire, n, k):
     low, (cut, _) = low_bits(n, k), elias_fano_bytes(n, k)
-    index = _ones(wire[cut:], k)
-    if index.numel() == k:
+    index, found = _ones(wire[cut:], k)
+    if found == k:
         _add_low(array(wire[:cut].contiguous()), low, array(index))
-    return index
+    return index, found
 
 
 def _ones(wire, k):
-    """Positions of the ones; as many as there are, where that is not k (the caller refuses those)."""
-    index = torch.empty(k, dtype=torch.int64)
-    found = _find_bits(array(wire.contiguous()), array(index))
-    return index if found == k else torch.empty(found, dtype=torch.int64)
+    """(positions of the ones, how many there are): where that is not k, the caller refuses the message."""
+    index = torch.zeros(k, dtype=torch.int64)
+    return index, torch.tensor(_find_bits(array(wire.contiguous()), array(index)))

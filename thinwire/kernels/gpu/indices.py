@@ -63,9 +63,9 @@ def _low_part(wire, rank, mask, low):
     return (held >> (first & 7)) & ((tl.full([], 1, tl.int64) << low) - 1)
 
 
-@triton.jit(do_not_specialize=["size", "low"], do_not_specialize_on_alignment=["high", "lows"])
-def _place(high, lows, ends, index, size, low, RANKED: tl.constexpr, SIZE: tl.constexpr):
-    """index[rank] of every set bit; ends: ones up to and including each program's bytes."""
+@triton.jit(do_not_specialize=["size", "low", "k"], do_not_specialize_on_alignment=["high", "lows"])
+def _place(high, lows, ends, index, size, low, k, RANKED: tl.constexpr, SIZE: tl.constexpr):
+    """index[rank] of the first k set bits; ends: ones up to and including each program's bytes."""
     start = tl.program_id(0).to(tl.int64) * SIZE
     place = start + tl.arange(0, SIZE)
     byte = tl.load(high + place, mask=place < size, other=0).to(tl.int32)
@@ -73,11 +73,30 @@ def _place(high, lows, ends, index, size, low, RANKED: tl.constexpr, SIZE: tl.co
     before = tl.load(ends + tl.program_id(0)) - tl.sum(ones)
     bit = tl.arange(0, 8)[None, :]
     rank = (before + tl.cumsum(ones, axis=0) - ones)[:, None] + _ones(byte[:, None] & ((1 << bit) - 1))
-    mask = (byte[:, None] >> bit) & 1 == 1
+    mask = ((byte[:, None] >> bit) & 1 == 1) & (rank < k)
     value = place[:, None] * 8 + bit
     if RANKED:
         value = ((value - rank) << low) | _low_part(lows, rank, mask, low)
     tl.store(index + rank, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n", "k"])
+def _check(index, bad, n, k, SIZE: tl.constexpr):
+    """Set bad[0] unless all are inside and ascending, and bring those outside to the edge."""
+    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    value = tl.load(index + i, mask=i < k, other=0)
+    outside = (i < k) & ((value < 0) | (value >= n))
+    before = tl.load(index + i - 1, mask=(i < k) & (i > 0), other=-1)  # at the edge already, perhaps: it said so itself
+    wrong = outside | ((i < k) & (i > 0) & (value <= before))
+    tl.store(index + i, tl.minimum(tl.maximum(value, 0), n - 1), mask=outside)
+    tl.atomic_or(bad, tl.max(wrong.to(tl.int32)), sem="relaxed")
+
+
+def checked(index, n):
+    """(the indices, 0-d bool), without waiting for the card."""
+    k, bad = index.numel(), torch.zeros((), dtype=torch.int32, device=index.device)
+    launch(_check, triton.cdiv(k, SIZE), index, bad, n, k, SIZE=SIZE)
+    return index, bad == 0
 
 
 def encode_bitmap(index, n):
@@ -106,14 +125,12 @@ def decode_elias_fano(wire, n, k):
 
 
 def _decoded(wire, cut, k, low, ranked):
-    """One host synchronisation: the number of ones. Where it is not k, the caller refuses the message."""
+    """(int64[k], 0-d int64: how many there are in the message), without waiting for the card."""
     high = wire[cut:]
     programs = triton.cdiv(high.numel(), SIZE)
     counts = torch.empty(programs, dtype=torch.int64, device=wire.device)
     launch(_count, programs, high, counts, high.numel(), SIZE=SIZE)
     ends = counts.cumsum(dim=0)
-    found = int(ends[-1])
-    index = torch.empty(found, dtype=torch.int64, device=wire.device)
-    if found == k:
-        launch(_place, programs, high, wire, ends, index, high.numel(), low, RANKED=ranked, SIZE=SIZE)
-    return index
+    index = torch.empty(k, dtype=torch.int64, device=wire.device)
+    launch(_place, programs, high, wire, ends, index, high.numel(), low, k, RANKED=ranked, SIZE=SIZE)
+    return index, ends[-1]

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from inputs import CODECS, CONTRACTIVE, DTYPES, SHAPES, UNBIASED, inputs, tensor
 
 from thinwire import codecs as c
+from thinwire.codecs.entries import Entries
+from thinwire.kernels.indices import index_bytes
 from thinwire.kernels.quantize import qmax
 
 BOUND_INPUTS = ("gaussian", "laplace", "student", "onehot", "sparse", "tiny")
@@ -243,3 +245,31 @@ def test_global_generators_are_untouched():
     for codec in CODECS:
         roundtrip(codec, torch.ones(20, 30), 5)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@given(st.sampled_from(["int32", "coded"]), st.sampled_from(["fp32", "int8"]), st.integers(2, 300), st.data())
+def test_entries_that_are_looked_at_later(indices, values, n, data):
+    """What is wrong with a message is told by `settle`, all of it, and only then; what it decodes to lies inside."""
+    k = data.draw(st.integers(1, n - 1))
+    now, later = Entries(values, indices), Entries(values, indices, later=True)
+    cut = now.nbytes(n, k) - (k * 4 if indices == "int32" else index_bytes(n, k))
+    index = torch.randperm(n, generator=torch.Generator().manual_seed(k))[:k].sort().values
+    wire = now.encode(index, torch.ones(k), n)
+    for _ in range(data.draw(st.integers(0, 2))):
+        wire[data.draw(st.integers(cut, wire.numel() - 1))] ^= data.draw(st.integers(0, 255))
+    try:
+        expected = now.decode(wire, n, k)[0]
+    except ValueError:
+        expected = None
+    got, _ = later.decode(wire, n, k)
+    later.decode(now.encode(index, torch.ones(k), n), n, k)  # a good one after it
+    assert got.numel() == k and 0 <= got.min() <= got.max() < n
+    if expected is None:
+        with pytest.raises(ValueError, match=f"not {k} ascending indices below {n}"):
+            later.settle()
+    else:
+        assert torch.equal(got, expected)
+    later.settle()  # nothing is left of it
+    later.encode(index, torch.full((k,), torch.inf), n)
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        later.settle()

@@ -348,6 +348,16 @@ def test_damaged_indices_are_refused_alike(n, data):
 
     reference, card = both(decoded)
     assert reference == card
+    index, good = indices.decode_flagged(wire.to(DEVICE), n, k, "gpu")
+    assert bool(good) == (reference is not None) and index.numel() == k and 0 <= index.min() <= index.max() < n
+
+
+@few(20)
+@given(st.lists(st.integers(-3, 40), min_size=1, max_size=30), st.integers(1, 40))
+def test_indices_that_are_none_are_brought_inside(given_ones, n):
+    index, good = indices.checked(torch.tensor(given_ones).to(DEVICE), n, "gpu")
+    sane = all(0 <= i < n for i in given_ones) and given_ones == sorted(set(given_ones))
+    assert bool(good) == sane and index.tolist() == [min(max(i, 0), n - 1) for i in given_ones]
 
 
 @few(15)

@@ -75,7 +75,7 @@ def exchanges(
         return [(0.0, 0.0) for _ in rungs]
     share = FEWEST / total
     while True:
-        part = {name: (math.ceil(shape[0] * min(1.0, share)), *shape[1:]) for name, shape in shapes.items()}
+        part = {name: _first_rows(shape, min(1.0, share)) for name, shape in shapes.items()}
         exact = _exchange(part, EXACT, group, device)
         if share >= 1 or exact[1] >= LONG_ENOUGH:
             break
@@ -83,6 +83,11 @@ def exchanges(
     factor = total / sum(map(math.prod, part.values()))
     costs = [exact if rung is None else _exchange(part, rung, group, device) for rung in rungs]
     return [(factor * sent, factor * seconds) for sent, seconds in costs]
+
+
+def _first_rows(shape: tuple[int, ...], share: float) -> tuple[int, ...]:
+    """So large a share of a tensor, in whole rows; a single number is one."""
+    return (math.ceil(shape[0] * share), *shape[1:]) if shape else ()
 
 
 def _exchange(

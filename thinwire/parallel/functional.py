@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from thinwire.codecs.base import describe_nonfinite, is_finite
 from thinwire.collectives import Collective, Dense
 from thinwire.collectives.base import world
+from thinwire.kernels.random import derive
+from thinwire.memory import Plain
+from thinwire.parallel.agree import check_agreement, describe, describe_parameters
 from thinwire.parallel.exchange import Exchange
 from thinwire.wire import Reduction, Wire
 
@@ -24,12 +28,14 @@ def all_reduce(
     `state` is a dict of tensors, empty at first, that this call replaces the contents of: residuals by name and the
     collective's own. Pass it again for the same tensors; save it with the rest of a checkpoint (it is this rank's).
     Without it what a lossy collective leaves out is lost. NaN or Inf on any rank: ValueError on all, state unchanged.
+    All ranks give tensors of the same names, shapes and types, and the same wire.
     """
     reduction = Wire.of(wire).gradient or Reduction(Dense())
     exchange = Exchange({name: tuple(t.shape) for name, t in named_tensors.items()}, reduction, group, seed)
     if state:
         exchange.load_state_dict(state)
-    _check_finite(named_tensors, group)
+    how = describe(replace(reduction, memory=Plain()), "gradient")  # a memory's own shift may be each rank's own
+    _check_together(named_tensors, how | {"seed": repr(seed)}, group)
     if world(group)[0] == 1:
         return {name: t.clone() for name, t in named_tensors.items()}
     exact = exchange.steps < reduction.warmup
@@ -51,11 +57,18 @@ def _working(x: Tensor) -> Tensor:
     return x.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _check_finite(named_tensors: Mapping[str, Tensor], group: Any) -> None:
+def _check_together(named_tensors: Mapping[str, Tensor], how: dict[str, str], group: Any) -> None:
+    """By one small all-reduce: is anybody's tensor not finite, does anybody mean another exchange than the others?"""
+    mine = how | describe_parameters(named_tensors)
     bad = {name: t for name, t in named_tensors.items() if not bool(is_finite(_working(t)))}
-    flag = torch.tensor([float(bool(bad))])
+    digest = derive(*mine.items())
+    found = torch.tensor([bool(bad), digest, -digest])
     if world(group)[0] > 1:
-        torch.distributed.all_reduce(flag, group=group)
-    if bool(flag):
+        found = found.to(next((t.device for t in named_tensors.values()), "cpu"))
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
+    anywhere, most, least = found.tolist()
+    if most != -least:
+        check_agreement("all_reduce", mine, group)
+    if anywhere:
         here = "; ".join(f"{name}: {describe_nonfinite(t)}" for name, t in bad.items()) or "on another rank"
         raise ValueError(f"all_reduce: not finite: {here}")

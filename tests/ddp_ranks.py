@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from thinwire.errors import UsageError
 from thinwire.parallel import auto as auto_module
 from thinwire.parallel import compress_ddp, read_state
 from thinwire.parallel.reducer import Reducer
+from thinwire.train.links import exchanges
 
 
 class Net(nn.Module):
@@ -437,6 +439,10 @@ def mismatch() -> list[str]:
         (lambda: Reducer(Net().named_parameters(), tw.Wire(gradient=tw.Reduction(Dense(), warmup=int(odd)))), "warmup"),
         (lambda: Reducer(list(Net().named_parameters())[odd:], Dense()), "parameter first.weight"),
         (lambda: Reducer(Net().named_parameters(), Dense(), seed=int(odd)), "seed"),
+        (lambda: Reducer(Net(torch.float64 if odd else torch.float32).named_parameters(), Dense()), "torch.float64"),
+        (lambda: tw.all_reduce({"b" if odd else "a": torch.ones(3)}, SPARSE), "parameter a"),
+        (lambda: tw.all_reduce({"a": torch.ones(3 + odd)}, "off"), "parameter a: (4,)"),
+        (lambda: tw.all_reduce({"a": torch.ones(3)}, Quantized(4 + odd)), "collective.codec.bits"),
     ):
         try:
             build()
@@ -460,6 +466,73 @@ def nothing_or_empty() -> list[str]:
         empty.grad, full.grad = torch.empty(0, 4), torch.full((6, 4), 1.0 + dist.get_rank())
         wrong += [] if reducer.finish() and tuple(empty.grad.shape) == (0, 4) else ["an empty parameter"]
         reducer.close()
+    return wrong
+
+
+class Odd(nn.Module):
+    """A single number, an empty tensor, a transposed one and one in another memory format."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(7)
+        self.scale, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 4))
+        self.turned = nn.Parameter(torch.randn(16, 12, generator=g).t())
+        kernel = torch.randn(4, 3, 3, 3, generator=g)
+        self.kernel = nn.Parameter(kernel.to(memory_format=torch.channels_last))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.turned).square().mean() * self.scale + self.empty.sum() + self.kernel.pow(3).mean() * x.mean()
+
+
+def odd_tensors() -> list[str]:
+    """Parameters of every form, alone in a unit or beside others, and in the measurement of a network."""
+    wrong, size = [], dist.get_world_size()
+    for name, collective in (("dense", Dense()), ("sparse", OkTopk(0.2)), ("thin", LowRank(2)), ("4", Quantized(4))):
+        for unit_mb in (1e-6, 25.0):
+            wire = tw.Wire(gradient=tw.Reduction(collective, exact_dims=0, unit_mb=unit_mb))
+            (alone, model), mean = (Odd(), DDP(Odd())), Odd()
+            reducer, handle = Reducer(alone.named_parameters(), wire), compress_ddp(model, wire)
+            for step in range(3):
+                alone.zero_grad(), model.zero_grad(), mean.zero_grad()
+                alone(batch(step)).backward(), model(batch(step)).backward()
+                reducer.finish()
+                wrong += differ(f"{name}, units of {unit_mb} MB", gradients(model), gradients(alone))
+                sum(mean(batch(step, rank)) / size for rank in range(size)).backward()
+                wrong += differ("mean", gradients(alone), gradients(mean), 1e-5) if name == "dense" else []
+            reducer.load_state_dict(reducer.state_dict())
+            reducer.close(), handle.close()
+    shapes = {name: tuple(p.shape) for name, p in Odd().named_parameters()}
+    (sent, _), (fewer, _) = exchanges(shapes, [None, tw.Wire.of("bf16").gradient], None, torch.device("cpu"))
+    return wrong + ([] if 0 < fewer < sent else [f"measured: {sent} bytes exact, {fewer} in bf16"])
+
+
+def refused_gradients() -> list[str]:
+    """Complex parameters and sparse gradients are one clear error on every rank, not a wrong mean."""
+    wrong = []
+
+    def refused(words: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+            wrong.append(f"{words}: not refused")
+        except UsageError as error:
+            wrong.extend([] if words in str(error) else [f"{words}: {error}"])
+
+    def reduce_sparse() -> None:
+        table = nn.Embedding(10, 4, sparse=True)
+        reducer = Reducer(table.named_parameters(), "off")
+        table(torch.tensor([1, 2])).sum().backward()
+        reducer.finish()
+
+    def ddp_sparse() -> None:
+        model = DDP(nn.Embedding(10, 4, sparse=True))
+        compress_ddp(model, "off")
+        model(torch.tensor([1, 2])).sum().backward()
+
+    turning = nn.ParameterDict({"turn": torch.ones(2, 2, dtype=torch.complex64)})
+    refused("turn is of torch.complex64", lambda: compress_ddp(DDP(turning), "off"))
+    refused("turn is of torch.complex64", lambda: tw.optim.FrozenAdam(turning.named_parameters()))
+    refused("weight has a gradient of torch.sparse_coo", reduce_sparse)
+    refused("weight has a gradient of torch.sparse_coo", ddp_sparse)
     return wrong
 
 
@@ -499,7 +572,7 @@ CASES = [
     exact_is_plain_ddp, everything_selected_is_dense, buckets_do_not_matter, order_of_ready_does_not_matter,
     conservation, accumulation, clipping, loss_scale, grad_scaler_and_autocast, unused_parameters, static_graph, frozen,
     unfrozen_and_wrapped_again, several_models_and_groups, exclusions, nonfinite, bracket, warmup, auto, mismatch,
-    nothing_or_empty, changed_shape, functional,
+    nothing_or_empty, odd_tensors, refused_gradients, changed_shape, functional,
 ]  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from thinwire.codecs.base import is_finite
 from thinwire.collectives import Collective, Dense, Quantized
 from thinwire.collectives.base import world
 from thinwire.errors import UsageError
-from thinwire.parallel.agree import check_agreement, describe
+from thinwire.parallel.agree import check_agreement, dense, describe, describe_parameters
 from thinwire.parallel.checkpoint import PerRank
 from thinwire.parallel.exchange import Exchange
 from thinwire.wire import Reduction, Wire
@@ -128,8 +128,7 @@ class FrozenAdam(torch.optim.Optimizer):
         config = describe(self.reduction, "wire") | {
             "seed": repr(self.seed), "freeze_after": repr(self.freeze_after), "floor": repr(self.floor),
         }  # fmt: skip
-        config |= {f"parameter {name}": str(shape) for name, shape in shapes.items()}
-        check_agreement("FrozenAdam", config, self.group)
+        check_agreement("FrozenAdam", config | describe_parameters(self.parameters), self.group)
         before = self.exchange
         self.exchange = Exchange(shapes, self.reduction, self.group, self.seed)
         if before is not None:
@@ -138,7 +137,7 @@ class FrozenAdam(torch.optim.Optimizer):
 
     def _agree(self) -> tuple[bool, bool, set[str]]:
         """(a gradient is not finite, freeze now, parameters in use), each as soon as one rank says so."""
-        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        gradients = {name: dense(name, p.grad) for name, p in self.parameters.items() if p.grad is not None}
         bad = any(not bool(is_finite(g)) for g in gradients.values())
         flags = torch.tensor([bad, self._settled(), *(n in gradients for n in self.parameters)], dtype=torch.uint8)
         if self.size > 1:

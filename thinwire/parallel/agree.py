@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from thinwire.collectives.base import world
 from thinwire.errors import UsageError
@@ -19,6 +22,24 @@ def describe(value: Any, name: str) -> dict[str, str]:
             out |= describe(getattr(value, field.name), f"{name}.{field.name}")
         return out
     return {name: repr(value)}
+
+
+def describe_parameters(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Shape and type of each, as fields to agree on. Gradients are averaged as real numbers: complex ones are refused.
+
+    (DDP's buckets show half of a complex gradient: the other half would be averaged by nobody.)
+    """
+    for name, p in parameters.items():
+        if p.is_complex():
+            raise UsageError(f"{name} is of {p.dtype}: allowed are real types; hold it as torch.view_as_real(…)")
+    return {f"parameter {name}": f"{tuple(p.shape)} {p.dtype}" for name, p in parameters.items()}
+
+
+def dense(name: str, gradient: Tensor) -> Tensor:
+    """The gradient itself; one of rows alone, as an embedding with sparse=True gives, nothing here averages."""
+    if gradient.layout != torch.strided:
+        raise UsageError(f"{name} has a gradient of {gradient.layout}: only dense ones are averaged (sparse=False)")
+    return gradient
 
 
 def check_agreement(what: str, mine: dict[str, str], group: Any) -> None:

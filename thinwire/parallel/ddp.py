@@ -5,7 +5,7 @@ of a bucket is done when the pass is: backward still overlaps with the exchange,
 (No `from __future__ import annotations` here: DDP refuses hooks whose annotations are strings.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives import Collective
 from thinwire.errors import UsageError
+from thinwire.parallel.agree import dense
 from thinwire.parallel.handle import Handle
 from thinwire.parallel.reducer import Reducer
 from thinwire.wire import Wire
@@ -44,6 +45,8 @@ class CompressedDDP(Handle):
     # --- called by DDP during backward
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        for parameter in bucket.parameters() if bucket.buffer().is_sparse else ():
+            dense(self.names[id(parameter)], bucket.buffer())
         if self.arrived == 0:
             self.plain = self.auto is not None and self.auto.begin_pass() and not self.reducer.bracketed
         if self.plain:
@@ -53,7 +56,7 @@ class CompressedDDP(Handle):
             devices=[buffer.device] if buffer.device.type == "cuda" else None
         )
         self.pending.append((bucket, future))
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
+        for parameter, gradient in _gradients(bucket):
             unused = self.finds_unused and not bool(gradient.any())
             self.reducer.put(self.names[id(parameter)], None if unused else gradient)
         self._advance(bucket)
@@ -69,7 +72,7 @@ class CompressedDDP(Handle):
     def _deliver(self, pending: Buckets, means: dict[str, Tensor | None]) -> None:
         """The means into DDP's buckets; what nobody used stays as it is, and DDP leaves its .grad alone."""
         for bucket, _ in pending:
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
+            for parameter, gradient in _gradients(bucket):
                 mean = means[self.names[id(parameter)]]
                 if mean is not None:
                     gradient.copy_(mean.view(gradient.shape))
@@ -87,6 +90,23 @@ class CompressedDDP(Handle):
         work = dist.all_reduce(buffer, group=self.model.process_group, async_op=True)
         future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
         return future
+
+
+def _gradients(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
+    """(parameter, its gradient in the bucket). DDP lays a dense parameter's values out as the parameter lies in memory,
+    and shows them as if it were contiguous: of a transposed or channels-last one that is another order."""
+    for parameter, shown in zip(bucket.parameters(), bucket.gradients()):
+        yield parameter, shown.as_strided(parameter.shape, parameter.stride()) if _is_dense(parameter) else shown
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Do its values fill their memory, each its own place?"""
+    place = 1
+    for stride, length in sorted(pair for pair in zip(x.stride(), x.shape) if pair[1] != 1):
+        if stride != place:
+            return False
+        place *= length
+    return True
 
 
 def _fail(pending: Buckets, error: BaseException) -> None:

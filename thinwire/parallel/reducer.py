@@ -24,7 +24,7 @@ from thinwire.collectives import Collective, Dense
 from thinwire.collectives.base import world
 from thinwire.collectives.groups import twin
 from thinwire.errors import UsageError
-from thinwire.parallel.agree import check_agreement, describe
+from thinwire.parallel.agree import check_agreement, dense, describe, describe_parameters
 from thinwire.parallel.checkpoint import PerRank
 from thinwire.parallel.exchange import Exchange
 from thinwire.parallel.thread import CommunicationThread
@@ -54,7 +54,7 @@ class Reducer:
         self.nonfinite, self.scale = nonfinite, scale or (lambda: 1.0)
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         config = describe(self.reduction, "gradient") | {"seed": repr(seed)}
-        check_agreement("thinwire", config | {f"parameter {n}": str(s) for n, s in shapes.items()}, group)
+        check_agreement("thinwire", config | describe_parameters(self.parameters), group)
         self.size, self.rank = world(group)
         self.group = twin(group) if self.size > 1 else None
         self.beside = twin(beside) if beside is not None and world(beside)[0] > 1 else None
@@ -92,7 +92,7 @@ class Reducer:
         else:
             self._check_shape(name, gradient, span)
             self.used.add(name)
-            self.buffers[unit][span] = gradient.reshape(-1)
+            self.buffers[unit][span] = dense(name, gradient).reshape(-1)
         self.missing[unit].discard(name)
         while self.next < len(self.order) and self.missing.get(self.order[self.next]) == set():
             self._send(self.order[self.next])

@@ -1,4 +1,5 @@
-"""What every rank of the FSDP tests runs, two sites of two shards each: a case returns what is wrong on this rank."""
+"""What every rank of the FSDP tests runs, two sites of two shards each, and some on other layouts: a case returns what
+is wrong on this rank."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import io
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from ddp_ranks import differ
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from thinwire.collectives import LowRank, OkTopk, Quantized
@@ -122,14 +125,14 @@ def exact_is_plain_hsdp() -> list[str]:
 
 def as_the_collective_alone() -> list[str]:
     """The gradients of a site, averaged by tw.all_reduce with the state in our hands: the same bits."""
-    wrong, index = [], MESH[0]["shard"].get_local_rank()
+    wrong, index, shards = [], MESH[0]["shard"].get_local_rank(), MESH[0]["shard"].size()
     for name, wire in WIRES.items():
         alone, (model, handle) = sharded(), compressed(wire, seed=5)
         state: dict[str, Tensor] = {}
         for step in range(5):
             backward(alone, step), backward(model, step)
             site = {n: g for n, g in gradients(alone).items() if g is not None}
-            means = tw.all_reduce(site, wire, MESH[0]["replica"].get_group(), state, seed=2 * 5 + index)
+            means = tw.all_reduce(site, wire, MESH[0]["replica"].get_group(), state, seed=shards * 5 + index)
             wrong += differ(f"{name}, step {step}", gradients(model), means)
             wrong += agree(f"{name}, step {step}", gradients(model))
         wrong += [] if differ("", means, site) else [f"{name}: replicas have the same gradients, nothing was tested"]
@@ -156,6 +159,62 @@ def accumulation() -> list[str]:
         backward(anew, step)
         total = {n: total[n] + g for n, g in gradients(anew).items()}
     return wrong + agree("compressed", gradients(ours)) + differ("compressed", gradients(ours), total)
+
+
+class Tied(nn.Module):
+    """One matrix at both ends, an odd number of rows, and a middle that backward computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(7)
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.up, self.down = nn.Linear(8, 17), nn.Linear(17, 8)
+        self.head.weight = self.embed.weight
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=g) * 0.3
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        return self.head(h + checkpoint(lambda h: self.down(torch.tanh(self.up(h))), h, use_reentrant=False))
+
+
+def tied_checkpointed_accumulated_clipped() -> list[str]:
+    """All of it together, exact, is plain HSDP, its norms too; compressed, replicas stay equal and it still learns."""
+    wrong = []
+
+    def build(mesh: DeviceMesh, reshard: bool) -> nn.Module:
+        model = Tied()
+        for part in (model.up, model.down):
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+        return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+    def run(model: nn.Module) -> tuple[list[float], list[float]]:
+        optimizer, norms, losses = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5), [], []
+        for step in range(6):
+            optimizer.zero_grad()
+            for part in range(2):
+                model.set_requires_gradient_sync(part == 1)
+                g = torch.Generator().manual_seed(10 * step + part + 100 * dist.get_rank())
+                tokens = torch.randint(0, 11, (32,), generator=g)
+                loss = nn.functional.cross_entropy(model(tokens), (tokens + 1) % 11)
+                loss.backward()
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5).full_tensor()))
+            losses.append(loss.item())
+            optimizer.step()
+        return norms, losses
+
+    for reshard in (True, False):
+        plain, ours, small = (build(MESH[0][m] if m else MESH[0], reshard) for m in ("", "shard", "shard"))
+        compress_fsdp(ours, "off", replicas=MESH[0]["replica"])
+        handle = compress_fsdp(small, SPARSE, replicas=MESH[0]["replica"])
+        (want, _), (got, _), (_, losses) = run(plain), run(ours), run(small)
+        wrong += differ(f"reshard {reshard}", weights(ours), weights(plain), 1e-6)
+        wrong += [f"norms {got}, not {want}"] if max(abs(a - b) for a, b in zip(got, want)) > 1e-5 else []
+        wrong += agree("compressed", weights(small)) + ([] if losses[-1] < losses[0] else [f"losses {losses}"])
+        alone, off = MESH[0]["replica"].size() == 1, differ("one site", weights(small), weights(plain), 1e-6)
+        wrong += off if alone else [] if off else ["nothing was compressed"]
+        wrong += [] if handle.compressing is not alone else [f"compressing: {handle.compressing}"]
+    return wrong
 
 
 def two_forwards() -> list[str]:
@@ -342,8 +401,8 @@ def refusals() -> list[str]:
 
 
 CASES = [
-    exact_is_plain_hsdp, as_the_collective_alone, accumulation, two_forwards, divide_factor, unused, exclusions,
-    nonfinite, bracket_and_scaler, warmup_and_bytes, auto, refusals,
+    exact_is_plain_hsdp, as_the_collective_alone, accumulation, tied_checkpointed_accumulated_clipped, two_forwards,
+    divide_factor, unused, exclusions, nonfinite, bracket_and_scaler, warmup_and_bytes, auto, refusals,
 ]  # fmt: skip
 
 
@@ -388,14 +447,26 @@ def _steps(model: nn.Module, steps: range) -> None:
 
 def run_cases(folder: str) -> dict[str, list[str]]:
     dist.init_process_group("gloo")
-    MESH.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard")))
+    MESH[:] = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))]
+    return {case.__name__: _found(case, *([folder] if case is resume else [])) for case in [*CASES, resume]}
+
+
+def run_layouts(*layouts: tuple[int, int]) -> dict[tuple[int, int], list[str]]:
+    """What holds on any number of sites and shards; as many replicas as sites, of which one has nobody to send to."""
+    dist.init_process_group("gloo")
     out = {}
-    for case in [*CASES, resume]:
-        try:
-            out[case.__name__] = case(*([folder] if case is resume else []))
-        except Exception as error:
-            out[case.__name__] = [f"{type(error).__name__}: {error}"]
+    for sites, shards in layouts:
+        MESH[:] = [init_device_mesh("cpu", (sites, shards), mesh_dim_names=("replica", "shard"))]
+        cases = [tied_checkpointed_accumulated_clipped, *([as_the_collective_alone] if sites > 1 else [])]
+        out[sites, shards] = [f"{case.__name__}: {wrong}" for case in cases for wrong in _found(case)]
     return out
+
+
+def _found(case: Callable[..., list[str]], *words: str) -> list[str]:
+    try:
+        return case(*words)
+    except Exception as error:
+        return [f"{type(error).__name__}: {error}"]
 
 
 def run_example(*words: str) -> str:

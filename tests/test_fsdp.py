@@ -1,9 +1,9 @@
-"""compress_fsdp on real processes, two sites of two shards each, beside torch's own HSDP; and its example."""
+"""compress_fsdp on real processes beside torch's own HSDP: two sites of two shards, other layouts, its example."""
 
 from __future__ import annotations
 
 import pytest
-from fsdp_ranks import CASES, run_cases, run_example
+from fsdp_ranks import CASES, run_cases, run_example, run_layouts
 
 from thinwire.lab import Network, check
 
@@ -33,6 +33,14 @@ def ranks(sites, tmp_path_factory):
 def test_situation(ranks, case):
     for rank, found in enumerate(ranks):
         assert found[case] == [], f"rank {rank}"
+
+
+@pytest.mark.parametrize("per_host, layouts", [(1, [(3, 1), (1, 3)]), (2, [(3, 2)])])
+def test_layout(per_host, layouts):
+    """Parameters that shards cannot share equally, some shards empty; one site alone."""
+    with Network(hosts=3, preload=PRELOAD) as net:
+        for rank, found in enumerate(net.run(run_layouts, *layouts, per_host=per_host, timeout=120, echo=False)):
+            assert found == {layout: [] for layout in layouts}, f"rank {rank}"
 
 
 def test_example(sites):

@@ -31,8 +31,12 @@ class Handle:
 
     @property
     def compressing(self) -> bool:
-        """False in the warm-up, and where "auto" found that compression loses."""
-        return not (self.reducer.exact or self.reducer.exchange.steps < self.reducer.reduction.warmup)
+        """False in the warm-up, where "auto" found that compression loses, and where there is nothing to compress: the
+        wire is exact, or nobody to send to."""
+        reducer = self.reducer
+        if reducer.size == 1 or not reducer.exchange.compressed:
+            return False
+        return not (reducer.exact or reducer.exchange.steps < reducer.reduction.warmup)
 
     @contextmanager
     def step(self, ids: Any = None, train: bool = True) -> Iterator[Any]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import thinwire as tw
 from thinwire.collectives import Dense, LowRank, OkTopk, Quantized
 from thinwire.collectives.base import gather
+from thinwire.collectives.groups import new_group
 from thinwire.errors import UsageError
 from thinwire.parallel import auto as auto_module
 from thinwire.parallel import compress_ddp, read_state
@@ -312,6 +313,17 @@ def _as_module(tensors: dict[str, Tensor | None]) -> nn.Module:
     return nn.ParameterList([nn.Parameter(t) for t in tensors.values() if t is not None])
 
 
+def groups_of_ranks_that_know_unlike_many() -> list[str]:
+    rank = dist.get_rank()
+    if rank == 0:
+        for _ in range(2):
+            dist.new_group([0], use_local_synchronization=True)
+    pair = new_group([0, 1] if rank < 2 else [rank], dist.group.WORLD)
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total, group=pair)
+    return [] if int(total) == (3 if rank < 2 else rank + 1) else [f"the pair's sum is {int(total)}"]
+
+
 def several_models_and_groups() -> list[str]:
     size, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     half = dist.new_group(list(range(size // 2 or 1))), dist.new_group(list(range(size // 2 or 1, size)))
@@ -571,7 +583,8 @@ def functional() -> list[str]:
 CASES = [
     exact_is_plain_ddp, everything_selected_is_dense, buckets_do_not_matter, order_of_ready_does_not_matter,
     conservation, accumulation, clipping, loss_scale, grad_scaler_and_autocast, unused_parameters, static_graph, frozen,
-    unfrozen_and_wrapped_again, several_models_and_groups, exclusions, nonfinite, bracket, warmup, auto, mismatch,
+    unfrozen_and_wrapped_again, several_models_and_groups,
+    groups_of_ranks_that_know_unlike_many, exclusions, nonfinite, bracket, warmup, auto, mismatch,
     nothing_or_empty, odd_tensors, refused_gradients, changed_shape, functional,
 ]  # fmt: skip
 

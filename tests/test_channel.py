@@ -478,7 +478,7 @@ def test_checks_may_wait_for_the_steps_end(codec, memory):
 
 
 def test_a_codec_that_looks_is_not_deferred():
-    channel = tw.Channel(c.TopK(0.1), m.ErrorFeedback(), defer=True)
+    channel = tw.Channel(c.LowRank(1), m.ErrorFeedback(), defer=True)
     channel.begin()
     channel.send("x", tensor("gaussian", (100,), torch.float32, 0), nonfinite="later")
     channel.commit()

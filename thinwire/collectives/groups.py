@@ -20,11 +20,10 @@ def new_group(ranks: Sequence[int], among: Any = None, options: Any = None) -> A
     """
     if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
         return dist.new_group(list(ranks), pg_options=options)
-    known = torch.tensor([len(c10d._world.pg_names)], dtype=torch.int64)
-    device = "cuda" if dist.get_backend(among) == "nccl" else "cpu"
-    most = known.to(device)
+    known = len(c10d._world.pg_names)
+    most = torch.tensor([known], device="cuda" if dist.get_backend(among) == "nccl" else "cpu")
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=among)
-    for _ in range(int(most) - int(known)):
+    for _ in range(int(most) - known):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     return dist.new_group(list(ranks), pg_options=options, use_local_synchronization=True)
 

@@ -71,13 +71,13 @@ class TwoHop(Collective):
         size, rank = world(group)
         flat = u.reshape(-1)
         chunks = list(flat.split(self.lengths(flat.numel(), size)))
-        first = [self.codec.encode(c, derive(seed, rank, j)) for j, c in enumerate(chunks)]
-        mine = chunks[rank]
+        coded = [self.codec.encode_flagged(c, derive(seed, rank, j)) for j, c in enumerate(chunks)]
+        first, mine = [wire for wire, _ in coded], chunks[rank]
         arrived = swap(first, [self.codec.nbytes(mine.shape, u.dtype)] * size, group)
         total = torch.zeros_like(mine)
         for r, wire in enumerate(arrived):
             total += self.codec.decode(wire, mine.shape, u.dtype, derive(seed, r, rank))
-        second = self.codec.encode(total / size, derive(seed, "mean", rank))
+        second, finite = self.codec.encode_flagged(total / size, derive(seed, "mean", rank))
         sizes = [self.codec.nbytes(c.shape, u.dtype) for c in chunks]
         means = swap([second] * size, sizes, group)
         mean = [
@@ -88,6 +88,8 @@ class TwoHop(Collective):
             self.codec.decode(w, c.shape, u.dtype, derive(seed, rank, j)) for j, (w, c) in enumerate(zip(first, chunks))
         ]
         own[rank] = own[rank] + (size * mean[rank] - total)
+        if not bool(torch.stack([finite, *(flag for _, flag in coded)]).all()):  # one look, at the end: it waits
+            raise ValueError(f"cannot exchange {key!r}: values, or their mean, are NaN or Inf")
         return torch.cat(mean).view(u.shape), torch.cat(own).view(u.shape)
 
     def lengths(self, n: int, size: int) -> list[int]:

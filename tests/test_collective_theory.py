@@ -66,9 +66,17 @@ def test_low_rank_takes_a_convolution_as_out_by_rest():
 # --- selection
 
 
+def padded(flat, low, room):
+    """As on a card."""
+    index, values = torch.empty(room, dtype=torch.int64), flat.new_empty(room)
+    return index, values, select.select_into(flat, low, index, values)
+
+
+@pytest.mark.parametrize("candidates", [thresholds.candidates, padded])
 @pytest.mark.parametrize("scale", [1.0, 1e-39, 1e30])
-def test_reused_threshold_selects_exactly(scale):
+def test_reused_threshold_selects_exactly(scale, candidates, monkeypatch):
     """Step by step what select.top gives, with a threshold that has to follow growing and jumping values."""
+    monkeypatch.setattr(thresholds, "candidates", candidates)
     state: dict[str, torch.Tensor] = {}
     for step in range(40):
         g = torch.Generator().manual_seed(step)
@@ -80,8 +88,10 @@ def test_reused_threshold_selects_exactly(scale):
         assert torch.equal(index, exact[0]) and torch.equal(values, exact[1]), step
 
 
-def test_one_pass_is_the_rule(monkeypatch):
+@pytest.mark.parametrize("candidates", [thresholds.candidates, padded])
+def test_one_pass_is_the_rule(candidates, monkeypatch):
     """With error feedback, the exact selection over all values is needed in few steps only."""
+    monkeypatch.setattr(thresholds, "candidates", candidates)
     calls, top = [], select.top
     monkeypatch.setattr(select, "top", lambda x, k: calls.append(x.numel()) or top(x, k))
     state: dict[str, torch.Tensor] = {}

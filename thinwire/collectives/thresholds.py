@@ -48,19 +48,38 @@ SMALLEST = torch.finfo(torch.float32).tiny  # sums below this are nobody's entri
 
 def pick(flat: Tensor, k: int, state: State) -> Picked:
     """The k largest of this member's values, in index order: exactly select.top(flat, k), at a third of its cost."""
-    picked = None
     if "seen_l" in state:
         low = float(state["th_l"]) * AIM ** (-1 / float(state["seen_l"][2]))
-        index, values = select.select(flat, low, flat.numel())
+        index, values, found = candidates(flat, low, min(flat.numel(), int(MOST * k)))
         if k <= index.numel() <= MOST * k:
             place, values = select.top(values, k)
-            picked = index[place], values
-    picked = picked or select.top(flat, k)
-    sizes = picked[1].abs().float()
-    least = sizes.min()
-    exact, beyond = torch.stack((least, torch.count_nonzero(sizes >= least * STRETCH).float())).tolist()
+            exact, beyond, count = _edge(values, found)
+            if k <= count <= MOST * k:
+                _learn(state, "l", exact, k, math.log(k / max(beyond, 0.5)) / math.log(STRETCH))
+                return index[place], values
+    picked = select.top(flat, k)
+    exact, beyond, _ = _edge(picked[1], torch.tensor(k, device=flat.device))
     _learn(state, "l", exact, k, math.log(k / max(beyond, 0.5)) / math.log(STRETCH))
     return picked
+
+
+def candidates(flat: Tensor, low: float, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(indices, values) of |x| ≥ low, and how many there are, 0-d. On a card, which would have to be waited for to know
+    their number, they are padded to `room` with zeros; what is beyond it is not there."""
+    if not flat.is_cuda:
+        index, values = select.select(flat, low, flat.numel())
+        return index, values, torch.tensor(index.numel())
+    index, values = torch.empty(room, dtype=torch.int64, device=flat.device), flat.new_empty(room)
+    return index, values, select.select_into(flat, low, index, values)
+
+
+def _edge(values: Tensor, count: Tensor) -> tuple[float, float, float]:
+    """(the least magnitude, how many lie STRETCH above it, count), for one wait."""
+    sizes = values.abs().float()
+    least = sizes.min()
+    beyond = torch.count_nonzero(sizes >= least * STRETCH)
+    exact, above, found = torch.stack((least.double(), beyond.double(), count.double())).tolist()
+    return exact, above, found
 
 
 def pick_sums(region: Tensor, k: int, state: State, group: Any, fresh: bool) -> tuple[Picked, list[int]]:

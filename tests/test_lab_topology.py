@@ -10,7 +10,7 @@ import pytest
 from thinwire.errors import UsageError
 from thinwire.lab.shaping import PACKET, _netem, bundle_packets, burst_bytes, queue_bytes
 from thinwire.lab.topology import Link, flat, load
-from thinwire.units import parse_loss, parse_rate, parse_time, show_bytes, show_rate
+from thinwire.units import parse_loss, parse_rate, parse_time, show_bytes, show_duration, show_rate
 
 SITES = """
 [sites.paris]
@@ -78,6 +78,8 @@ def test_loss() -> None:
 def test_bytes_are_decimal() -> None:
     assert show_bytes(999) == "999 B"
     assert show_bytes(25e6) == "25.00 MB"
+    shown = [show_duration(s) for s in (0.04, 9.949, 9.96, 59.4, 60, 3599.4, 3600, 7500)]
+    assert shown == ["0.0 s", "9.9 s", "10 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "2 h 05 min"]
 
 
 @pytest.mark.parametrize("rate", [1e4, 2e6, 1e8, 1e9, 1e11])

@@ -21,6 +21,8 @@ from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import load
 from thinwire.train.metrics import Metrics, read_events
 from thinwire.train.rank import join
+from thinwire.train.show import closing, describe
+from thinwire.train.stop import StopRequest
 
 SMALL = """
 [model]
@@ -50,7 +52,7 @@ def write(tmp_path, mesh="", wire=""):
 def test_init_writes_what_train_reads(tmp_path, capsys):
     path = tmp_path / "run.toml"
     assert main(["train", "--init", str(path)]) == 0
-    assert load(path).mesh.ranks == 1 and "#" in path.read_text()
+    assert load(path).mesh.ranks == 4 and "--local 4" in capsys.readouterr().out
     assert main(["train", "--init", str(path)]) == 2
     assert "exists already" in capsys.readouterr().err
 
@@ -64,7 +66,8 @@ def test_init_writes_what_train_reads(tmp_path, capsys):
     ("", "[wire]\nauto = 'yes'", [], "auto = 'yes'"),
     ("ahead = 2", "[wire]\nauto = true", [], "[mesh] ahead = 2: auto, critical and slack decide for torch's own order"),
     ("", "[wire.gradient]\ncollective = 'low_rank'\nrank = 2\nstages = [1]", [], "the last of 1 stages is 0"),
-    ("", "", ["--rate", "1mbit"], "--local"),
+    ("", "", ["--rate", "1mbit"], "--rate is for ranks on hosts of the lab: give --local 1"),
+    ("", "", ["--latency", "1ms"], "--latency is for"),
     ("", "", ["--wire", "thin"], "thin"),
     pytest.param("", 'device = "cuda"', [], "no CUDA device",
                  marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")),
@@ -88,6 +91,7 @@ def test_one_process_from_start_to_saved_model(tmp_path):
     words = [sys.executable, "-m", "thinwire", "train", write(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "(2/2)" in done.stderr and "done: " in done.stderr.splitlines()[-2]
     kinds = [event["kind"] for event in read_events(tmp_path / "out" / "metrics.jsonl")]
     assert kinds.count("step") == 2 and kinds[-1] == "end"
     assert (tmp_path / "out" / "model" / "config.json").exists()
@@ -95,6 +99,65 @@ def test_one_process_from_start_to_saved_model(tmp_path):
     assert again.returncode == 2 and "--resume" in again.stderr and "Traceback" not in again.stderr
     resumed = subprocess.run([*words, "--resume"], capture_output=True, text=True, timeout=120)
     assert resumed.returncode == 0, resumed.stderr[-2000:]
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize(("words", "status"), [([], 0), (["--local", "1"], 130)])
+def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path, words, status):
+    """SIGINT to the command, with the rank in it or on a host of the lab; nothing of the steps done is lost."""
+    run = Path(write(tmp_path))
+    run.write_text(run.read_text().replace("steps = 2", "steps = 100000"))
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-m", "thinwire", "train", str(run), *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    ) as train:  # fmt: skip
+        until = time.monotonic() + 90
+        while sum(e["kind"] == "step" for e in read_events(metrics)) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        train.send_signal(signal.SIGINT)
+        said, _ = train.communicate(timeout=60)
+    last = [e["step"] for e in read_events(metrics) if e["kind"] == "step"][-1]
+    assert train.returncode == status, said
+    assert "Ctrl-C again" in said and f"stopped at step {last}, with a checkpoint: go on with --resume" in said
+    assert (tmp_path / "out" / "checkpoints" / f"step-{last:08d}").is_dir()
+
+
+def test_a_second_ctrl_c_is_obeyed_at_once(capfd):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), StopRequest(loud=True) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before and "Ctrl-C again" in capfd.readouterr().err
+
+
+@pytest.mark.lab
+def test_a_mistake_that_a_local_rank_finds_is_one_line(tmp_path, capsys):
+    run = Path(write(tmp_path, "pp = 2"))
+    run.write_text(run.read_text().replace("corpus_bytes", "samples = 3\ncorpus_bytes"))
+    assert main(["train", str(run), "--local", "2"]) == 2
+    assert "thinwire: [optim] batch = 8: there are only" in capsys.readouterr().err.splitlines()[-1]
+
+
+def step(number, **values):
+    counts = dict.fromkeys(("forward_bytes", "backward_bytes", "embedding_bytes"), 0)
+    timed = {"tokens": 100, "step_seconds": 0.5, "seconds": 65.0, "loss": 2.5, "hit_rate": 0.25}
+    return {"kind": "step", "step": number, **counts, "gradient_bytes": 2e6, "raw_bytes": 8e6} | timed | values
+
+
+def test_what_a_run_says_of_itself():
+    alone = step(1, gradient_bytes=0, raw_bytes=0, hit_rate=None)
+    assert describe(step(7)) == (
+        "loss 2.5000, 2.00 MB sent, 4.0× less than fp32, 200 tokens/s, 25 % of samples remembered"
+    )
+    assert describe(alone) == "loss 2.5000, 200 tokens/s"
+    events = [{"kind": "eval", "held_out": 3.0}, step(6), step(7), {"kind": "eval", "held_out": 2.25}]
+    assert closing("out/x", events).splitlines() == [
+        "done: out/x: 7 steps in 1 min 05 s, held-out loss 2.2500, 2.00 MB sent, 4.0× less than fp32",
+        "the model is in out/x/model; thinwire report out/x draws the run",
+    ]
+    assert "sent" not in closing("out/x", [alone])
 
 
 def test_a_second_run_touches_nothing_of_the_first(tmp_path, capsys):

@@ -59,6 +59,16 @@ def show_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def show_duration(seconds: float) -> str:
+    """Two units at most: 12.3 s, 4 min 10 s, 2 h 05 min."""
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
 def _is_number(text: str | float) -> bool:
     return isinstance(text, int | float) and not isinstance(text, bool)
 

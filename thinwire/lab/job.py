@@ -109,6 +109,10 @@ class Job:
         """SIGKILL for a rank and what it started; the others are stopped, as for any failure."""
         self._signal(rank, signal.SIGKILL)
 
+    def ask_to_end(self, rank: int) -> None:
+        """SIGTERM for a rank, which may take its time over it."""
+        self._signal(rank, signal.SIGTERM)
+
     def pause(self, rank: int) -> None:
         """Freeze a rank: its host stays reachable, its program does nothing."""
         self._signal(rank, signal.SIGSTOP)

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import UsageError
-from thinwire.train.metrics import read_events
+from thinwire.train.metrics import METRICS, read_events
 
 CHANNELS = ("forward", "backward", "gradient", "embedding")
-METRICS = "metrics.jsonl"
 Event = Mapping[str, Any]
 Point = tuple[float, float]
 

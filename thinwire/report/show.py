@@ -15,31 +15,39 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from thinwire.errors import UsageError
+from thinwire.units import show_duration
 
+BAR = 14  # characters of the bar itself
 QUIET_SECONDS = 5.0  # how often a plain line appears where there is no terminal
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[str, int], None]]:
-    """Yields `advance(note, steps=1)`. On a terminal a bar with the note; elsewhere a line every few seconds."""
+def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[str, int], None]]:
+    """Yields `advance(note, steps=1)`. On a terminal a bar, then the note, which is cut first where it is narrow;
+    elsewhere a line every few seconds. `done`: how many of `total` were done before, by a run that is resumed."""
     if sys.stderr.isatty():
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what, total=total)
+        note_column = TextColumn("{task.fields[note]}", markup=False)
+        columns = (TextColumn("{task.description}"), BarColumn(BAR), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, note_column, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total, completed=done, note="")
+            room = bar.console.width - len(what) - BAR - 2 * len(str(total)) - len(" / 0:00:00    ")
 
             def move(note: str, steps: int = 1) -> None:
-                bar.update(task, advance=steps, description=f"{what}: {note}")
+                bar.update(task, advance=steps, note=note if len(note) <= room else note[: max(0, room - 1)] + "…")
 
             yield move
         return
-    done, shown = 0, time.monotonic()
+    first, began = done, time.monotonic()
+    shown = began
 
     def advance(note: str, steps: int = 1) -> None:
         nonlocal done, shown
         done += steps
         if time.monotonic() - shown >= QUIET_SECONDS or done >= total:
             shown = time.monotonic()
-            print(f"{what}: {note} ({done}/{total})", file=sys.stderr, flush=True)
+            left = (total - done) * (shown - began) / max(1, done - first)
+            rest = f", {show_duration(left)} left" if first < done < total else ""
+            print(f"{what}: {note} ({done}/{total}{rest})", file=sys.stderr, flush=True)
 
     yield advance
 

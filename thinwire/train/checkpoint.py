@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,6 +26,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from thinwire.errors import UsageError
 
 CHECKPOINTS, PREFIX, UNFINISHED = "checkpoints", "step-", ".part"
+
+
+@contextmanager
+def _meant() -> Iterator[None]:
+    """torch warns wherever `no_dist` is set; here it is what is wanted."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def whole(folder: Path) -> list[Path]:
@@ -55,7 +65,8 @@ class Checkpoints:
         if self._leads and part.exists():
             shutil.rmtree(part)
         self._barrier()
-        dcp.save(dict(state), checkpoint_id=mine, no_dist=not self.shared or self.size == 1)
+        with _meant():
+            dcp.save(dict(state), checkpoint_id=mine, no_dist=not self.shared or self.size == 1)
         self._barrier()
         if self._leads:
             if target.exists():
@@ -92,7 +103,8 @@ class Checkpoints:
                 for name, about in known.items()
                 if wanted(name) and isinstance(about, TensorStorageMetadata)
             }
-            dcp.load(out, storage_reader=reader, no_dist=True)
+            with _meant():
+                dcp.load(out, storage_reader=reader, no_dist=True)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             reason = str(error).strip().splitlines()  # a traceback, where torch has wrapped it
             raise UsageError(

@@ -16,6 +16,8 @@ from thinwire.errors import UsageError
 from thinwire.presets import PRESETS
 from thinwire.train.config import MeshConfig, TrainConfig, init_text, load
 
+INTERRUPTED = 130  # the exit status of what Ctrl-C ended
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
@@ -28,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", default="0ms", help="one way between hosts, with --local (default 0ms)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in [run] out")
     parser.add_argument("--out", help="instead of [run] out")
-    parser.add_argument("--wire", metavar="PRESET", help="instead of [wire]: auto, off, bf16, safe, …")
+    parser.add_argument("--wire", metavar="PRESET", help=f"instead of [wire]: auto, {', '.join(PRESETS)}")
     parser.add_argument("--timeout", type=float, default=None, help="seconds a local run may take (default: no limit)")
 
 
@@ -39,10 +41,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("which run? thinwire train run.toml, or --init run.toml for a configuration to start from")
     config = _config(args)
     if args.local is not None:
-        _check_ranks(config.mesh, args.local, f"--local {config.mesh.ranks}")
+        _check_ranks(config.mesh, args.local, f"give --local {config.mesh.ranks}, or another [mesh] in {args.config}")
         return _local(config, args)
-    if args.rate is not None:
-        raise UsageError("--rate shapes the lab's links: give --local N too")
+    for name, unused in (("rate", None), ("latency", "0ms"), ("timeout", None)):
+        if getattr(args, name) != unused:
+            raise UsageError(f"--{name} is for ranks on hosts of the lab: give --local {config.mesh.ranks} too")
     return _rank(config, args)
 
 
@@ -69,11 +72,20 @@ def _check_ranks(mesh: MeshConfig, started: int, remedy: str) -> None:
 def _local(config: TrainConfig, args: argparse.Namespace) -> int:
     from thinwire.train.local import train_local
     from thinwire.train.rank import record
+    from thinwire.train.show import closing
+    from thinwire.train.stop import StopRequest
 
     record(config, args.config, args.resume)
-    events = train_local(config, rate=args.rate, latency=args.latency, resume=args.resume, timeout=args.timeout)
-    last = [event["held_out"] for event in events if event["kind"] == "eval"]
-    print(f"done: {config.run.out}" + (f", held-out loss {last[-1]:.4f}" if last else ""))
+    hosts = f"{config.mesh.ranks} ranks on this machine, links {args.rate or 'unlimited'}"
+    print(f"{hosts}, wire {config.wire.get('preset', 'as in run.toml') if config.wire else 'off'}", flush=True)
+    with StopRequest(loud=True) as stop:
+        events = train_local(
+            config, rate=args.rate, latency=args.latency, resume=args.resume, timeout=args.timeout, stop=stop
+        )
+    if not any(event["kind"] == "end" for event in events):
+        print(f"stopped at step {events[-1]['step']}, with a checkpoint: go on with --resume")
+        return INTERRUPTED
+    print(closing(config.run.out, events))
     return 0
 
 
@@ -84,14 +96,19 @@ def _init(path: Path) -> int:
         path.write_text(init_text())
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
-    print(f"wrote {path}: edit it, then thinwire train {path}")
+    ranks = load(path).mesh.ranks
+    print(f"wrote {path}: edit it, then thinwire train {path} --local {ranks} --rate 100mbit, or under torchrun")
     return 0
 
 
 def _rank(config: TrainConfig, args: argparse.Namespace) -> int:
     """This process is one rank: torchrun's, or the only one."""
     size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
-    _check_ranks(config.mesh, size, f"torchrun --nproc-per-node {config.mesh.ranks} -m thinwire train …, or --local")
+    _check_ranks(
+        config.mesh,
+        size,
+        f"torchrun --nproc-per-node {config.mesh.ranks} -m thinwire train …, or --local {config.mesh.ranks}",
+    )
     from thinwire.train.rank import record, train_rank
 
     resume = args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun --max-restarts

@@ -199,17 +199,20 @@ SECTIONS: dict[str, type] = {
     "model": ModelConfig, "data": DataConfig, "mesh": MeshConfig, "optim": OptimConfig, "run": RunConfig,
 }  # fmt: skip
 
+START: dict[str, dict[str, Any]] = {"mesh": {"dp": 2, "pp": 2}, "optim": {"steps": 200}}  # a first run, in minutes
 WIRE = f"""\
 [wire]                       # what crosses the slow network; a preset, or a table for each kind of traffic
-# preset = "safe"            # auto, {", ".join(PRESETS)}
+preset = "max"               # auto, {", ".join(PRESETS)}
 # auto = true                # measured before the first step: the rest is the most that is done, exact if as fast
 """
 
 
 def init_text() -> str:
-    """What `thinwire train --init` writes: every key with its default and what it means."""
+    """What `thinwire train --init` writes: every key and what it means. Values are the defaults, but for a mesh of four
+    ranks, 200 steps and a wire (default: one rank, `epochs`, and nothing compressed)."""
     head = "# A training run, as `thinwire train` reads it. Files are looked for beside this one.\n"
-    return "\n".join([head, *(template(cls, name) for name, cls in SECTIONS.items()), WIRE])
+    sections = (template(cls, name, START.get(name, {})) for name, cls in SECTIONS.items())
+    return "\n".join([head, *sections, WIRE])
 
 
 def load(path: str | Path) -> TrainConfig:

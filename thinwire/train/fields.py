@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from thinwire.errors import UsageError
@@ -91,8 +92,9 @@ def _checked(section: str, field: dataclasses.Field[Any], value: Any) -> Any:
     return float(fixed) if isinstance(field.default, float) else fixed
 
 
-def template(cls: type, section: str) -> str:
-    """The section as commented TOML that parses to its defaults; what is absent by default is commented out."""
+def template(cls: type, section: str, start: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """The section as commented TOML that parses to its defaults; what is absent by default is commented out. Keys in
+    `start` get that value instead."""
     lines = [f"[{section}]"]
     inner = []
     for field in dataclasses.fields(cls):
@@ -100,8 +102,9 @@ def template(cls: type, section: str) -> str:
             block = template(field.metadata["table"], f"{section}.{field.name}").splitlines()
             inner += ["", f"# {field.metadata['comment']}", *(f"# {line}" for line in block)]
             continue
-        absent = field.default is None
-        line = f"{'# ' * absent}{field.name} = {_toml(field.metadata['example'] if absent else field.default)}"
+        value = start.get(field.name, field.default)
+        absent = value is None
+        line = f"{'# ' * absent}{field.name} = {_toml(field.metadata['example'] if absent else value)}"
         lines.append(f"{line:<28} # {field.metadata['comment']}")
     return "\n".join(lines + inner) + "\n"
 

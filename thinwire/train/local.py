@@ -7,46 +7,60 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import UsageError
-from thinwire.lab import Job, Network, check
+from thinwire.lab import Job, Network, RankFailed, check
 from thinwire.report.show import progress
 from thinwire.train.config import TrainConfig
-from thinwire.train.metrics import read_events
+from thinwire.train.metrics import METRICS, read_events
 from thinwire.train.rank import train_rank
-from thinwire.units import parse_rate, show_bytes
+from thinwire.train.show import describe
+from thinwire.train.stop import StopRequest
+from thinwire.units import parse_rate
 
 PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.rank")
 WATCH = 0.5
+MISTAKE, SAYS = 2, "thinwire: "  # a rank's exit status and line where it was given something wrong, as the command's
 
 
 def train_local(
     config: TrainConfig, *, rate: str | None = None, latency: str = "0ms", resume: bool = False,
     timeout: float | None = None, network: Network | None = None, label: str = "train",
+    stop: StopRequest | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Train on hosts of the lab, the ranks of a tensor-parallel group on one; the events of the run."""
+    """Train on hosts of the lab, the ranks of a tensor-parallel group on one; the events of the run.
+
+    Where `stop` is asked for, the ranks write a checkpoint after their step, and the events have no end."""
     if not check()[0].ok:
         raise UsageError("this machine forbids network namespaces (thinwire doctor says more): use torchrun instead")
     if network is not None:
-        return _watched(network, config, resume, timeout, label, parse_rate(rate))
+        return _watched(network, config, resume, timeout, label, parse_rate(rate), stop)
     with Network(hosts=config.mesh.ranks // config.mesh.tp, rate=rate, latency=latency, preload=PRELOAD) as net:
-        return _watched(net, config, resume, timeout, label, parse_rate(rate))
+        return _watched(net, config, resume, timeout, label, parse_rate(rate), stop)
 
 
 def _train(config: TrainConfig, resume: bool, rate: float | None) -> int:
-    return train_rank(config, resume, rate=rate)
+    """In the rank: a mistake is its last line, and its status says so."""
+    try:
+        return train_rank(config, resume, rate=rate, show=False)
+    except UsageError as error:
+        print(f"{SAYS}{error}", file=sys.stderr)
+        raise SystemExit(MISTAKE) from None
 
 
 def _watched(
-    net: Network, config: TrainConfig, resume: bool, timeout: float | None, label: str, rate: float | None
-) -> list[dict[str, Any]]:
+    net: Network, config: TrainConfig, resume: bool, timeout: float | None, label: str, rate: float | None,
+    stop: StopRequest | None,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Start the ranks and follow the metrics they write."""
-    path, seen = Path(config.run.out) / "metrics.jsonl", 0
+    path, seen = Path(config.run.out) / METRICS, 0
     if not resume and path.exists():
         path.unlink()
     job = net.start(_train, config, resume, rate, per_host=config.mesh.tp, echo=False)
+    asked = False
     while not job.watch(WATCH) and not any(
         e["kind"] == "run" for e in read_events(path)
     ):  # it says how long it will be
         _check_time(job, timeout)
+        asked = asked or _pass_on(stop, job)
     total = next((event["steps"] for event in read_events(path) if event["kind"] == "run"), 1)
     with progress(label, total) as advance:
         running = True
@@ -60,22 +74,35 @@ def _watched(
                     advance(describe(event), int(event["kind"] == "step"))
             seen = len(events)
             _check_time(job, timeout)
-    job.results()
+            asked = asked or (running and _pass_on(stop, job))
+    _check_end(job, asked)
     return read_events(path)
+
+
+def _pass_on(stop: StopRequest | None, job: Job) -> bool:
+    """Tell the ranks to stop, where that was asked for."""
+    if stop is None or not stop.asked:
+        return False
+    for seat in job.seats:
+        job.ask_to_end(seat.rank)
+    return True
+
+
+def _check_end(job: Job, asked: bool) -> None:
+    """What went wrong, in one line where it was a mistake; ranks that were asked to stop before they could do so with a
+    checkpoint have been interrupted."""
+    try:
+        job.results()
+    except RankFailed as failed:
+        if asked:
+            raise KeyboardInterrupt from None
+        said = [line.removeprefix(SAYS) for line in failed.output if line.startswith(SAYS)]
+        if failed.status == MISTAKE and said:
+            raise UsageError(said[-1]) from None
+        raise
 
 
 def _check_time(job: Job, timeout: float | None) -> None:
     if timeout is not None and job.seconds > timeout:
         job.stop()
         raise UsageError(f"the run took longer than {timeout:.0f} s and was stopped")
-
-
-def describe(event: dict[str, Any]) -> str:
-    """A line of progress."""
-    if event["kind"] == "eval":
-        return f"held-out loss {event['held_out']:.4f}"
-    sent = sum(event[f"{kind}_bytes"] for kind in ("forward", "backward", "gradient", "embedding"))
-    saved = f", {event['raw_bytes'] / sent:.1f}× less than fp32" if sent else ""
-    hits = f", {100 * event['hit_rate']:.0f} % of samples remembered" if event["hit_rate"] is not None else ""
-    speed = event["tokens"] / event["step_seconds"]
-    return f"loss {event['loss']:.4f}, {speed:.0f} tokens/s, {show_bytes(sent)} sent{saved}{hits}"

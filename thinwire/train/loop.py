@@ -7,7 +7,6 @@ resumed goes on bit for bit.
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from thinwire.train.config import TrainConfig
 from thinwire.train.metrics import Metrics
 from thinwire.train.optim import rate
 from thinwire.train.publish import publish
+from thinwire.train.stop import StopRequest
 from thinwire.train.tensor import concerns, plain_name, read_back, saved_name
 from thinwire.train.totals import Totals
 
@@ -33,7 +33,7 @@ DECISION = "decision"  # its name in a checkpoint
 
 
 class Trainer:
-    """One rank of a run. `say` prints a line on rank 0."""
+    """One rank of a run. `say` prints a line on rank 0; `heard` is called there with every event that is recorded."""
 
     def __init__(
         self, config: TrainConfig, *, resume: bool = False, local_rank: int = 0, say: Callable[[str], None] = print,
@@ -43,6 +43,7 @@ class Trainer:
         self.rank = dist.get_rank()
         self.say = say if self.rank == 0 else (lambda line: None)
         self.metrics: Metrics | None = None
+        self.heard: Callable[[dict[str, Any]], None] = lambda event: None
         self.notes: list[str] = []  # from before there are metrics
         checked = checked or check(config)
         self.checkpoints = Checkpoints(self.out / CHECKPOINTS, config.run.keep, local_rank)
@@ -51,7 +52,7 @@ class Trainer:
             refuse_second_run(self.out, resume)
         kept = None if found is None else self.checkpoints.read(found, DECISION.__eq__).get(DECISION)
         self.parts: Parts = build(config, checked, self._note, kept)
-        self.step, self.seconds, self.stopping = 0, 0.0, False
+        self.step, self.seconds, self.stop = 0, 0.0, StopRequest(loud=self.rank == 0)
         self.totals = Totals(self.parts.engine, self.parts.update, config.mesh.dp * config.mesh.tp)
         if found is not None:
             self._load(found)
@@ -63,11 +64,10 @@ class Trainer:
 
     def fit(self) -> float:
         """Train to the end; the held-out loss there (NaN without held-out samples)."""
-        previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
         try:
-            return self._fit()
+            with self.stop:
+                return self._fit()
         finally:
-            signal.signal(signal.SIGTERM, previous)
             self.parts.update.close()
             if self.metrics is not None:
                 self.metrics.close()
@@ -91,8 +91,7 @@ class Trainer:
             if last or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
                 self._save()
         self._write("end", seconds=self.seconds)
-        model = publish(self.parts, self.out / "model", self.checkpoints.shared)
-        self.say(f"the trained model is in {model}")
+        publish(self.parts, self.out / "model", self.checkpoints.shared)
         return held_out
 
     def _train_step(self) -> None:
@@ -133,7 +132,7 @@ class Trainer:
         return held_out
 
     def _agreed_to_stop(self) -> bool:
-        flag = torch.tensor([int(self.stopping)])
+        flag = torch.tensor([int(self.stop.asked)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
@@ -147,6 +146,7 @@ class Trainer:
     def _write(self, kind: str, **values: Any) -> None:
         if self.metrics is not None:
             self.metrics.write(kind, self.step, **values)
+            self.heard({"kind": kind, "step": self.step, **values})
 
     # --- checkpoints
 

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+METRICS = "metrics.jsonl"
+
 
 class Metrics:
     """Written by one rank. Lines after `resumed_at` belong to steps that will be done again, and are dropped."""
@@ -14,7 +16,7 @@ class Metrics:
     def __init__(self, folder: str | Path, resumed_at: int | None = None) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path = self.folder / "metrics.jsonl"
+        self.path = self.folder / METRICS
         kept = [] if resumed_at is None else [e for e in read_events(self.path) if e.get("step", 0) <= resumed_at]
         self.path.write_text("".join(json.dumps(event) + "\n" for event in kept))
         self.file = self.path.open("a", buffering=1)

@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import UsageError
+from thinwire.report.show import progress
 from thinwire.train.build import check
 from thinwire.train.checkpoint import refuse_second_run
 from thinwire.train.config import TrainConfig
 from thinwire.train.loop import Trainer
+from thinwire.train.metrics import METRICS, read_events
+from thinwire.train.show import closing, describe
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on a card, what is small and on the host still takes Gloo
 BEAT, SILENCE = 1.0, 5.0  # seconds between signs of life, and without one after which a rank counts as lost
@@ -35,8 +38,11 @@ def train_rank(
     alone: bool = False,
     patience: float = 120.0,
     rate: float | None = None,
+    show: bool = True,
 ) -> int:
-    """Train as this rank of torchrun's (or the lab's) world; 0 at the end, 1 where another rank was lost."""
+    """Train as this rank of torchrun's (or the lab's) world; 0 at the end, 1 where another rank was lost.
+
+    `show`: progress on rank 0, and at the end what was sent and saved."""
     checked, limit, backend = check(config), timedelta(seconds=patience), BACKENDS[config.run.device]
     if config.run.device == "cuda":
         take_card(local_rank)
@@ -46,7 +52,11 @@ def train_rank(
         join(backend, limit)
     signs = Signs()
     try:
-        Trainer(config, resume=resume, local_rank=local_rank, say=_say, rate=rate, checked=checked).fit()
+        trainer = Trainer(config, resume=resume, local_rank=local_rank, say=_say, rate=rate, checked=checked)
+        if show and trainer.rank == 0:
+            _fit_shown(trainer)
+        else:
+            trainer.fit()
     except (RuntimeError, ConnectionError) as error:
         lost = signs.lost()
         if not lost:
@@ -57,6 +67,20 @@ def train_rank(
         signs.close()
     dist.destroy_process_group()
     return 0
+
+
+def _fit_shown(trainer: Trainer) -> None:
+    """Train with a bar, or a line every few seconds."""
+    with progress("train", trainer.steps, trainer.step) as advance:
+
+        def hear(event: dict[str, Any]) -> None:
+            if event["kind"] in ("step", "eval"):
+                advance(describe(event), int(event["kind"] == "step"))
+
+        trainer.heard = hear
+        trainer.fit()
+    if trainer.step == trainer.steps:
+        _say(closing(trainer.config.run.out, read_events(trainer.out / METRICS)))
 
 
 def join(backend: str, limit: timedelta) -> None:

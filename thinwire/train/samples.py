@@ -98,7 +98,7 @@ def _streams(
         bounds.append((at, at + len(coded)))
         at += len(coded)
     if not tokens:
-        raise UsageError("[data]: nothing to train on: no document")
+        raise UsageError(f"[data] paths = {list(config.paths)}: nothing to train on: no document in them")
     return np.concatenate(tokens), np.concatenate(masks), [(0, at)] if config.packing else bounds
 
 

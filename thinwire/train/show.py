@@ -1,0 +1,39 @@
+"""What a run says of itself: a line of progress, and at the end what it took, sent and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from thinwire.units import show_bytes, show_duration
+
+TRAFFIC = ("forward", "backward", "gradient", "embedding")
+
+
+def describe(event: dict[str, Any]) -> str:
+    """A line of progress."""
+    if event["kind"] == "eval":
+        return f"held-out loss {event['held_out']:.4f}"
+    parts = [f"loss {event['loss']:.4f}", _sent(event), f"{event['tokens'] / event['step_seconds']:.0f} tokens/s"]
+    if event["hit_rate"] is not None:
+        parts.append(f"{100 * event['hit_rate']:.0f} % of samples remembered")
+    return ", ".join(filter(None, parts))
+
+
+def closing(out: str, events: Sequence[dict[str, Any]]) -> str:
+    """The last lines about a run that has come to its end, in `out`."""
+    steps = [event for event in events if event["kind"] == "step"]
+    evals = [event for event in events if event["kind"] == "eval"]
+    if not steps:
+        return f"done: {out}"
+    last = steps[-1]
+    parts = [f"{last['step']} steps in {show_duration(last['seconds'])}"]
+    parts += [f"held-out loss {evals[-1]['held_out']:.4f}"] if evals else []
+    parts += [_sent(last)] if _sent(last) else []
+    return f"done: {out}: {', '.join(parts)}\nthe model is in {out}/model; thinwire report {out} draws the run"
+
+
+def _sent(event: dict[str, Any]) -> str:
+    """What all ranks have sent since the start; nothing for a run of one rank."""
+    sent = sum(event[f"{kind}_bytes"] for kind in TRAFFIC)
+    return f"{show_bytes(sent)} sent, {event['raw_bytes'] / sent:.1f}× less than fp32" if sent else ""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import thinwire
 from thinwire.cli import BENCHES, COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
@@ -20,6 +21,22 @@ def test_help_teaches(words, capsys):
     with pytest.raises(SystemExit) as stop:
         main([*words, "--help"])
     assert stop.value.code == 0 and "usage: thinwire" in capsys.readouterr().out
+
+
+def test_bare_commands_show_what_there_is(capsys):
+    for words, names in (([], COMMANDS), (["bench"], BENCHES)):
+        assert main(words) == 0
+        said = capsys.readouterr().out
+        assert all(name in said for name in names)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"thinwire {thinwire.__version__}\n"
+
+
+def test_every_public_name_is_there():
+    assert set(dir(thinwire)) == set(thinwire.__all__)
+    for name in thinwire.__all__:
+        assert getattr(thinwire, name), name
 
 
 @pytest.mark.parametrize(

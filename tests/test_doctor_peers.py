@@ -80,7 +80,7 @@ def test_two_machines_at_20_mbit(latency: float, tmp_path: Path, capfd: pytest.C
     assert told["gloo_address"] == good["local"] and "right for these peers" in told["gloo"]
     assert not dead["ok"] and "nothing listens on port 29555" in dead["problem"]
     said = capfd.readouterr().out
-    assert re.search(r"ready. What to expect: thinwire plan plan.toml --rate \d+(\.\d)?mbit", said)
+    assert re.search(r"ready. What to expect: thinwire plan out/train --rate \d+(\.\d)?mbit", said)
     assert ":29555: NOT READY: nothing listens on port 29555 there. What to do: start `thinwire doctor" in said
     rates = good["download"], good["upload"]
     assert max(rates) < 1.05 * RATE
@@ -181,7 +181,7 @@ def test_what_stands_in_the_way(change: dict[str, Any], words: str) -> None:
 
 def test_the_verdict_on_a_good_peer() -> None:
     assert diagnose(READY) == ("", "")
-    assert verdict(READY) == "b:29400: ready. What to expect: thinwire plan plan.toml --rate 10mbit."
+    assert verdict(READY) == "b:29400: ready. What to expect: thinwire plan out/train --rate 10mbit."
     assert "Clocks differ by 90.0 s" in verdict(replace(READY, clock=-90.0))
 
 

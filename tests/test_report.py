@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from thinwire.cli import main
+from thinwire.presets import PRESETS
 from thinwire.report.figures import smooth
 from thinwire.report.runs import METRICS, reached, read_runs
 
@@ -120,6 +121,23 @@ def test_the_simulated_step_lasts_as_long_as_the_measured(made: Path) -> None:
     for run, seconds in zip(json.loads((made / "r.json").read_text())["runs"], (3.0, 0.3)):
         assert run["simulated"]["step_s"] == pytest.approx(seconds, rel=0.01)
         assert sum(run["simulated"]["critical_path_s"].values()) == pytest.approx(seconds, rel=0.01)
+
+
+def test_a_run_is_planned_for_another_network(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At its own rate the step is the measured one; a tenth of the rate adds nine times the wire."""
+    steps = {}
+    for rate in ("20mbit", "2mbit"):
+        path = tmp_path / f"{rate}.json"
+        assert main(["plan", str(made / "off"), "--rate", rate, "--json", str(path)]) == 0
+        steps[rate] = {s["wire"]: s for s in json.loads(path.read_text())["steps"]}
+    assert list(steps["20mbit"]) == list(PRESETS)  # the run's own wire is one of them
+    own = steps["20mbit"]["off"]
+    assert own["step_s"] == pytest.approx(3.0, rel=0.01)
+    slow = own["step_s"] + 9 * own["critical_path_s"]["wire"]
+    assert steps["2mbit"]["off"]["step_s"] == pytest.approx(slow, rel=0.05)
+    (tmp_path / "run.toml").write_text((made / "off" / "run.toml").read_text())
+    assert main(["plan", str(tmp_path / "run.toml"), "--rate", "1mbit"]) == 2
+    assert "is a run of `thinwire train`" in capsys.readouterr().err
 
 
 def browser() -> str:

@@ -20,6 +20,12 @@ _LAZY = {
     "convex": "", "optim": "",
 }  # fmt: skip
 
+__all__ = ["__version__", *_LAZY]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 def __getattr__(name: str) -> Any:
     """Rooms are imported when first used: `thinwire --help` and the planner need no torch."""

@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from thinwire import __version__
 from thinwire.errors import UsageError
 
 COMMANDS = {
@@ -51,7 +52,9 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="thinwire", description="Train large models over slow networks: compress what crosses the wire."
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.add_argument("--version", action="version", version=f"thinwire {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(run=lambda args: parser.print_help())
     named = next((w for w in words if not w.startswith("-")), "")
     for name, (module, summary) in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=_sentence(summary))
@@ -63,7 +66,8 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
 
 
 def _add_benches(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    benches = parser.add_subparsers(title="benches", metavar="BENCH", required=True)
+    benches = parser.add_subparsers(title="benches", metavar="BENCH")
+    parser.set_defaults(run=lambda args: parser.print_help())
     for name, (module, summary) in BENCHES.items():
         sub = benches.add_parser(name, help=summary, description=_sentence(summary))
         if name in words:

@@ -227,7 +227,7 @@ def verdict(peer: Peer) -> str:
     rate = min(r for r in (peer.download, peer.upload) if r is not None)
     ahead = peer.clock or 0.0
     clock = f" Clocks differ by {abs(ahead):.1f} s: logs will not line up." if abs(ahead) > CLOCK else ""
-    return f"{peer.name}: ready. What to expect: thinwire plan plan.toml --rate {round(rate / 1e6, 1):g}mbit.{clock}"
+    return f"{peer.name}: ready. What to expect: thinwire plan out/train --rate {round(rate / 1e6, 1):g}mbit.{clock}"
 
 
 def _show(peers: list[Peer]) -> None:

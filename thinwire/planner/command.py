@@ -1,4 +1,4 @@
-"""`thinwire plan run.toml --rate 100mbit`: what messages cost, which the step waits for, what to expect."""
+"""`thinwire plan plan.toml --rate 100mbit`: what messages cost, which the step waits for, what to expect."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from thinwire.planner.simulate import Message, Result
 from thinwire.planner.step import Traffic
 from thinwire.presets import PRESETS
 from thinwire.report.show import progress, table, write_json
-from thinwire.units import parse_rate, show_bytes, show_rate
+from thinwire.units import parse_rate, parse_time, show_bytes, show_rate
 
 POINTS_A_DECADE = 6
+ROUNDING = 1e-9  # seconds: less is what is left of subtracting times
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser._negative_number_matcher = re.compile(r"-\d.*")  # so that --rate -5mbit reaches our own message
-    parser.add_argument("config", nargs="?", metavar="RUN.toml", help="the training run; --init writes one")
+    parser.add_argument(
+        "config", nargs="?", metavar="PLAN", help="a plan file (--init writes one), or the folder of a run: out/train"
+    )
     parser.add_argument("--init", metavar="PATH", help="write a commented example and stop")
     parser.add_argument("--rate", help="of the slow network, per port: 100mbit, 1gbit, unlimited")
     parser.add_argument("--latency", help="of the slow network, one way: 10ms")
@@ -40,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     if args.init:
         return _init(Path(args.init))
     if not args.config:
-        raise UsageError("no run given: thinwire plan RUN.toml, or thinwire plan --init RUN.toml for an example")
-    plan = load(args.config, args.rate, args.latency)
+        raise UsageError("no plan given: thinwire plan PLAN.toml, or thinwire plan --init PLAN.toml for an example")
+    plan = _load(args.config, args.rate, args.latency)
     rates = _range(args.sweep) if args.sweep else []
     if args.actions:
         print(plan.schedule.text())
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     slices = f" × tp {plan.tp}" if plan.tp > 1 else ""
     title = f"{plan.schedule.name}, dp {plan.dp} × pp {plan.pp}{slices}, {show_rate(plan.network.across.rate)}"
     _show_messages(result, f"{title}: messages with {wire.name}", every=args.all)
-    wires = [preset(name) for name in PRESETS] + ([plan.wire] if plan.wire else [])
+    wires = [preset(name) for name in PRESETS] + ([wire] if wire.name not in PRESETS else [])
     steps = _steps(plan, wires)
     _show_steps(steps, f"{title}: predicted step times")
     document: dict[str, Any] = {"title": title, "messages": _records(result), "steps": steps}
@@ -60,6 +63,19 @@ def run(args: argparse.Namespace) -> int:
     _write_pictures(result, f"{title}, {wire.name}", args)
     write_json(args.json, document)
     return 0
+
+
+def _load(place: str, rate: str | None, latency: str | None) -> Run:
+    """A plan file, or a run of `thinwire train` at another rate, as fast as it computed."""
+    if not Path(place).is_dir():
+        return load(place, rate, latency)
+    from thinwire.report.runs import read_run
+    from thinwire.report.timeline import fitted
+
+    plan = fitted(read_run(Path(place)), elsewhere=rate is not None)
+    across = plan.network.across
+    link_rate = across.rate if rate is None else parse_rate(rate, "--rate")
+    return plan.at(link_rate, None if latency is None else parse_time(latency, "--latency"))
 
 
 def _init(path: Path) -> int:
@@ -125,7 +141,9 @@ def _row(key: tuple[Any, ...], messages: list[Message]) -> list[Any]:
 
 
 def _time(seconds: float) -> str:
-    if seconds >= 1 or not seconds:
+    if seconds < ROUNDING:
+        return "0 s"
+    if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.3g} µs"
 

@@ -30,6 +30,9 @@ KEYS = {
 }  # fmt: skip
 
 
+TRAINED = {"data", "optim", "run"}  # sections that only a run of `thinwire train` has
+
+
 @dataclass(frozen=True)
 class Run:
     """Everything the planner needs to know of a training run."""
@@ -55,15 +58,21 @@ class Run:
 
 
 def load(path: str | Path, rate: str | None = None, latency: str | None = None) -> Run:
-    """Read run.toml; `rate` and `latency` from the command line go before those of `[network]`."""
+    """Read a plan file; `rate` and `latency` from the command line go before those of `[network]`."""
     document = read_toml(path)
+    if TRAINED & document.keys():
+        raise UsageError(
+            f"{path} is a run of `thinwire train`, and does not say how fast it computes: train some steps, then plan "
+            "its folder (thinwire plan out/train --rate 100mbit); or write a plan (thinwire plan --init plan.toml)"
+        )
     for given, key in ((rate, "rate"), (latency, "latency")):
         if given is not None:
             document["network"] = {**document.get("network", {}), key: given}
-    return read_run(document, Path(path).parent)
+    return read_run(document, Path(path).parent, Path(path).name)
 
 
-def read_run(document: Mapping[str, Any], folder: Path = Path()) -> Run:
+def read_run(document: Mapping[str, Any], folder: Path = Path(), name: str = "run.toml") -> Run:
+    """A parsed plan; `name` is what its own `[wire]` is called in tables."""
     for section, table in document.items():
         _check_keys(section, table)
     get = {section: document.get(section, {}) for section in KEYS}
@@ -85,7 +94,7 @@ def read_run(document: Mapping[str, Any], folder: Path = Path()) -> Run:
         Machine(cores, share, dp if cores else 1),
         _positive("compute", get["compute"], "encode", 5.6e9),
         _positive("compute", get["compute"], "decode", 15.9e9),
-        read_wire(get["wire"]) if get["wire"] else None,
+        read_wire(get["wire"], name) if get["wire"] else None,
     )  # fmt: skip
 
 

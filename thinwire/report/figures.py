@@ -21,6 +21,7 @@ SHADES = dict(
 RUNS = tuple(LINES[i] for i in (0, 6, 3, 2, 5, 4, 7, 1))  # the first run in black, the second in vermilion
 SIZE = (6.6, 4.0)  # inches
 STYLES = ("-", "--", "-.", ":")  # repeat the difference between runs for those who see no colours
+DECADES = 50  # a logarithmic axis shorter than this ratio gets labels in between
 SMOOTH = 40  # points that a noisy series keeps
 
 Draw = Callable[[Sequence[Run], Summary], Figure | None]
@@ -37,6 +38,9 @@ def loss_bytes(runs: Sequence[Run], summary: Summary) -> Figure | None:
     if figure is not None:
         axes = figure.axes[0]
         axes.set_xscale("log")
+        low, high = axes.get_xlim()
+        if high < DECADES * low:  # powers of ten alone would leave one label, or none
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_bytes(value).replace(".00", "")))
         axes.xaxis.set_minor_formatter(NullFormatter())
     return figure

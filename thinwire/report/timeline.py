@@ -35,6 +35,14 @@ def simulated(run: Run, rate: float | None = None, *, measured_at: str | None = 
     `measured_at`: the network's rate, such as 100mbit, where the run did not record it. Without it a run that is asked
     for at another `rate` counts as measured on an unlimited network.
     """
+    plan = fitted(run, measured_at=measured_at, elsewhere=rate is not None)
+    assert plan.wire is not None
+    return predict(plan if rate is None else plan.at(rate), plan.wire)
+
+
+def fitted(run: Run, *, measured_at: str | None = None, elsewhere: bool = False) -> planner.Run:
+    """The run for the planner, computing as fast as it did. `elsewhere`: it is asked for at another rate, so that one
+    which did not record its own counts as measured on an unlimited network."""
     config = read_config({**run.document, "wire": run.about.get("wire") or {}})
     if config.model.lora is not None:
         raise UsageError("the simulator does not know adapters (LoRA), whose gradients are smaller than the model")
@@ -43,13 +51,11 @@ def simulated(run: Run, rate: float | None = None, *, measured_at: str | None = 
     steps = [seconds for _, seconds in run.series("step_seconds")]
     if not steps:
         raise UsageError("no step was timed")
-    network = measured_at or (None if rate is None else UNLIMITED)
+    network = measured_at or (UNLIMITED if elsewhere else None)
     plan, wire = planner.read_run(_document(run, config, network)), read_wire(config.wire, run.name)
-    result, flops = _fit(plan, wire, median(steps[len(steps) // 2 :]))
-    if rate is None:
-        return result
+    flops = _fit(plan, wire, median(steps[len(steps) // 2 :]))
     work = work_from_flops(plan.model, plan.schedule.stages, plan.sequences, flops)
-    return predict(replace(plan.at(rate), work=work), wire)
+    return replace(plan, work=work, wire=wire)
 
 
 def _document(run: Run, config: TrainConfig, rate: str | None) -> dict[str, Any]:
@@ -107,22 +113,21 @@ def _tokens(config: TrainConfig) -> int:
     raise UsageError("the vocabulary's size is the tokenizer's, and not in run.toml")
 
 
-def _fit(plan: planner.Run, wire: Wire, seconds: float) -> tuple[Result, float]:
-    """Bisect the speed of computing until the step takes `seconds`; the step, and that speed."""
+def _fit(plan: planner.Run, wire: Wire, seconds: float) -> float:
+    """The speed of computing, bisected until the step takes `seconds`."""
 
-    def step(flops: float) -> Result:
+    def step(flops: float) -> float:
         work = work_from_flops(plan.model, plan.schedule.stages, plan.sequences, flops)
-        return predict(replace(plan, work=work), wire)
+        return predict(replace(plan, work=work), wire).makespan
 
     low, middle, high = SLOWEST, FASTEST, FASTEST
     best = step(high)
-    if best.makespan > seconds:
+    if best > seconds:
         raise UsageError(
-            f"with no time to compute at all the simulated step takes {best.makespan:.3g} s, but {seconds:.3g} s was "
+            f"with no time to compute at all the simulated step takes {best:.3g} s, but {seconds:.3g} s was "
             "measured: the recorded rate is not that of this network"
         )
     while high / low > CLOSE:
         middle = (low * high) ** 0.5
-        best = step(middle)
-        low, high = (middle, high) if best.makespan > seconds else (low, middle)
-    return best, middle
+        low, high = (middle, high) if step(middle) > seconds else (low, middle)
+    return middle

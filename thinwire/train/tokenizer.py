@@ -61,8 +61,8 @@ class CheckpointTokenizer:
         except (OSError, ValueError, KeyError) as error:
             line = str(error).strip().splitlines()[0]
             raise UsageError(
-                f"{folder}: no tokenizer that transformers can read ({line}); [data] tokenizer may name another folder, "
-                "or bytes"
+                f"{folder}: no tokenizer that transformers can read ({line}); [data] tokenizer may name another "
+                "folder, or bytes"
             ) from None
         self._inner.model_max_length = 2**60  # documents are cut into samples here, not there
         self.folder, self.size = Path(folder), len(self._inner)

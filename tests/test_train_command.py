@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from thinwire.cli import main
 from thinwire.errors import UsageError
+from thinwire.train import installed
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import load
 from thinwire.train.metrics import Metrics, read_events
@@ -76,6 +77,14 @@ def test_mistakes_are_one_line(tmp_path, capsys, mesh, wire, words, said):
     assert main(["train", write(tmp_path, mesh, wire), *words]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1 and said in lines[0], lines
+
+
+def test_what_is_not_installed_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(installed, "MODELS", ("torch", "no_such_package"))
+    for words in (["train", write(tmp_path)], ["demo", "--out", str(tmp_path / "demo")]):
+        assert main(words) == 2
+        assert "training needs no_such_package: pip install 'thinwire[train]'" in capsys.readouterr().err
+    assert not (tmp_path / "demo").exists()
 
 
 def test_a_missing_file_and_no_file(tmp_path, capsys):

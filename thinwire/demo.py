@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 12:
         raise UsageError(f"--steps {args.steps}: at least 12 are needed to see anything")
     from thinwire.lab import check
+    from thinwire.train.installed import check_installed
 
+    check_installed()
     finding, folder = check()[0], Path(args.out)
     _clear(folder)
     paths = _write_configs(folder, args.rate, args.steps)

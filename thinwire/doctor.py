@@ -20,6 +20,7 @@ from thinwire import doctor_peers
 from thinwire.lab.probe import Finding
 from thinwire.lab.probe import check as check_lab
 from thinwire.report.show import progress, table, write_json
+from thinwire.train.installed import REMEDY, missing
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -114,6 +115,13 @@ def check_triton() -> list[Finding]:
     return [Finding("triton", True, f"{version}, {where}")]
 
 
+def check_train() -> list[Finding]:
+    lacking = missing()
+    detail = f"{', '.join(lacking)} not installed" if lacking else "transformers, safetensors, peft"
+    remedy = f"for `thinwire train` and `thinwire demo` only: {REMEDY}" if lacking else ""
+    return [Finding("training", not lacking, detail, remedy)]
+
+
 def check_optional() -> list[Finding]:
     """Rivals that `thinwire bench codecs` measures beside ours."""
     out = []
@@ -131,5 +139,5 @@ def _short(folder: str) -> str:
 
 
 CHECKS: tuple[Callable[[], list[Finding]], ...] = (
-    check_python, check_torch, check_gloo, check_numba, check_triton, check_lab, check_optional,
+    check_python, check_torch, check_gloo, check_numba, check_triton, check_train, check_lab, check_optional,
 )  # fmt: skip

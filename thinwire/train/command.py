@@ -15,6 +15,7 @@ from pathlib import Path
 from thinwire.errors import UsageError
 from thinwire.presets import PRESETS
 from thinwire.train.config import MeshConfig, TrainConfig, init_text, load
+from thinwire.train.installed import check_installed
 
 INTERRUPTED = 130  # the exit status of what Ctrl-C ended
 
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> TrainConfig:
     config = load(args.config)
+    check_installed(config.model.lora is not None)
     if args.out:
         config = replace(config, run=replace(config.run, out=args.out))
     if args.wire:

@@ -25,6 +25,8 @@ BUCKET = 4  # peers a message is exchanged with before those of the next are wai
 
 
 class Collective:
+    """One way to average a vector over a group; a subclass says how in `exchange`."""
+
     def exchange(
         self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:

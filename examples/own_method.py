@@ -140,10 +140,8 @@ def pipeline(rank: int, size: int) -> None:
     answer = schedule.eval(*([x[:HELD_OUT]] if rank == 0 else []), **({"target": y[:HELD_OUT]} if rank else {}))
     if answer is not None:
         right = (answer.argmax(1) == y[:HELD_OUT]).float().mean()
-        sent = stage.pipeline.stats
-        print(
-            f"pipeline: held-out accuracy {right:.3f}, backward {sent.raw_bytes / sent.backward_bytes:.1f} times smaller"
-        )
+        ratio = stage.pipeline.stats.raw_bytes / stage.pipeline.stats.backward_bytes
+        print(f"pipeline: held-out accuracy {right:.3f}, backward {ratio:.1f} times smaller")
 
 
 def main() -> None:

@@ -95,6 +95,23 @@ def sample_ids(ids: Ids | None) -> tuple[int, ...] | None:
     return tuple(out)
 
 
+def announcement(
+    step: int, train: bool, ids: Ids | None, shape: Sequence[int] | None, next_ids: Ids | None, per_sample: str
+) -> Announcement | str:
+    """What the first stage's rank says of a step; a user's mistake is said too, so that every rank raises it.
+    `per_sample`: the link that remembers samples, in words, if ids are needed."""
+    try:
+        known, following = sample_ids(ids), sample_ids(next_ids)
+    except UsageError as error:
+        return str(error)
+    if known is None and per_sample:
+        return f"{per_sample} remembers samples: give step(ids=…) on the first stage, one id a row"
+    given = None if shape is None else tuple(int(n) for n in shape)
+    if known is not None and given is not None and given[0] != len(known):
+        return f"{len(known)} sample ids for a batch of shape {given}"
+    return Announcement(step, train, known, given, following)
+
+
 class Herald:
     """The broadcast from the first stage's rank, in one message unless the batch has outgrown it."""
 

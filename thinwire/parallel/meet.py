@@ -7,15 +7,18 @@ neighbour is named with it, on every rank. Then the lanes to neighbours on other
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from thinwire.collectives.base import world
 from thinwire.errors import UsageError
 from thinwire.parallel.agree import describe
+from thinwire.parallel.announce import Herald
 from thinwire.parallel.boundary import Lane
 from thinwire.parallel.dropout import find_dropout
 from thinwire.parallel.stage import CompressedStage, Lanes
@@ -43,7 +46,7 @@ class Meeting:
     place: dict[int, int]  # stage → rank in the group
     remote: list[tuple[Lane, int]]  # this rank's forward lanes in boundary order, each with the peer's rank
     per_sample: str  # a forward link with per-sample memory, in words; "" where there is none
-    dropout: list[tuple[int, list[str]]]  # stages that drop values above a boundary with per-sample memory
+    herald: Herald
 
 
 def meet(stages: Sequence[CompressedStage], group: Any, options: dict[str, str], plan: Plan) -> Meeting:
@@ -65,8 +68,21 @@ def meet(stages: Sequence[CompressedStage], group: Any, options: dict[str, str],
             stage.predicates[str(traffic)] = _predicate(link, traffic, plan, size, stage)
     remote.sort(key=lambda entry: entry[0])
     sampled = _sampled(stages[0].wire.forward)
-    drops = [(i, card.dropout) for i, card in sorted(cards.items()) if card.dropout and i < len(cards) - 1]
-    return Meeting(place, [(lane, peer) for _, lane, peer in remote], sampled, drops if sampled else [])
+    if sampled:
+        _warn_of_dropout({stage.stage_index: cards[stage.stage_index].dropout for stage in stages}, len(cards) - 1)
+    herald = Herald(group, place[0], torch.device(stages[0].device))
+    return Meeting(place, [(lane, peer) for _, lane, peer in remote], sampled, herald)
+
+
+def _warn_of_dropout(found: dict[int, list[str]], last: int) -> None:
+    """Of this rank's stages that drop values above a boundary with per-sample memory."""
+    for index, names in sorted(found.items()):
+        if names and index < last:
+            warnings.warn(
+                f"stage {index} drops values at random ({', '.join(names[:3])}) above a boundary that sends "
+                'changes: they will be as large as the activations. Set p = 0, or dropout="seed"',
+                stacklevel=5,
+            )
 
 
 def _card(stage: CompressedStage, options: dict[str, str]) -> Card:

@@ -5,8 +5,9 @@
         schedule.step(x, target=y)
     if pipe.skipped: …
 
-A step: announce (announce.py) · begin on every lane · torch's schedule, whose frames the lanes make and read ·
-one all-reduce of the faults found · commit everywhere, or roll back everywhere.
+A step: announce (announce.py, and shapes.py for batches unlike the first) · begin on every lane · torch's schedule,
+whose frames the lanes make and read · one all-reduce of the faults found · commit everywhere, or roll back everywhere.
+Checkpoints: saved.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,14 @@ from torch import Tensor
 from thinwire.collectives.base import world
 from thinwire.errors import UsageError
 from thinwire.memory.store import Key
-from thinwire.parallel.announce import Announcement, Herald, Ids, Pair, sample_ids, swap_words
+from thinwire.parallel.announce import Announcement, Ids, Pair, announcement, swap_words
 from thinwire.parallel.boundary import Lane
 from thinwire.parallel.meet import Meeting, meet
 from thinwire.parallel.overlap import Road, make_roads
 from thinwire.parallel.prefetch import Prefetch
-from thinwire.parallel.stage import CompressedStage, Spec
+from thinwire.parallel.saved import own_part, restore, state_of
+from thinwire.parallel.shapes import Shapes
+from thinwire.parallel.stage import CompressedStage
 from thinwire.parallel.tally import Tally, store_estimate, store_forecast
 from thinwire.parallel.when import Plan
 
@@ -65,14 +67,12 @@ class Pipeline:
         self.scale, self.say, self.overlap = scale or (lambda: 1.0), say, overlap
         self.samples, self.row = samples, None if row is None else tuple(row)
         self.meeting: Meeting | None = None
-        self.herald: Herald | None = None
         self.announced: Announcement | None = None
         self.skipped = False
         self.steps, self.skips, self.healed = 0, 0, 0
         self._scale = 1.0
         self._loaded: int | None = None  # warm visits when state was loaded, until samples are met again
-        self._shapes: dict[tuple[int, ...], list[list[Spec]]] = {}
-        self._shape: tuple[int, ...] | None = None
+        self._shapes = Shapes()
         self._prefetch, self._met = Prefetch(), False
         for stage in self.stages:
             stage.pipeline = self
@@ -100,9 +100,12 @@ class Pipeline:
     def _open(self, ids: Ids | None, train: bool, shape: Sequence[int] | None, next_ids: Ids | None) -> None:
         if self.announced is not None:
             raise UsageError("a step of this pipeline is open already: one bracket a schedule.step")
-        said = self._meet().announce(self._message(ids, train, shape, next_ids))
-        self.steps, self.skipped, coded = said.step, False, train or self.evaluate == "same"
-        self._match_shapes(said)
+        meeting, mine, coded = self._meet(), None, train or self.evaluate == "same"
+        if self.stages[0].is_first:
+            mine = announcement(self.steps + 1, train, ids, shape, next_ids, meeting.per_sample if coded else "")
+        said = meeting.herald.announce(mine)
+        self.steps, self.skipped = said.step, False
+        self._shapes.match(said, self.stages, meeting.place, self.group)
         self.announced = said
         for stage in self.stages:
             stage.announced, stage.coded = said, coded
@@ -110,44 +113,23 @@ class Pipeline:
             lane.begin(said.step)
         self._rescale(train)
         if coded and said.ids is not None:
-            self._agree(said.ids)
+            self._agree(said.ids, meeting)
         for road in self._roads():
             road.begin()
         if train:
             for stage in self.stages:
                 stage.post_receives()
 
-    def _meet(self) -> Herald:
+    def _meet(self) -> Meeting:
         """The first time, all ranks of the pipeline together."""
-        if self.herald is None:
-            self.meeting = meet(self.stages, self.group, self._options(), self.plan)
+        if self.meeting is None:
+            found = meet(self.stages, self.group, self._options(), self.plan)
             if self.overlap and world(self.group)[0] > 1:
-                self.stages[0].roads = make_roads(
-                    self.stages[0].stage_index, self.meeting.place, self.group, self.device
-                )
-            self.herald = Herald(self.group, self.meeting.place[0], self.device)
-            self._warn_of_dropout()
+                self.stages[0].roads = make_roads(self.stages[0].stage_index, found.place, self.group, self.device)
+            self.meeting = found
             for line in () if self.row is None else store_forecast(self.lanes(), self.samples, self.row):
                 self.say(line)
-        return self.herald
-
-    def _message(
-        self, ids: Ids | None, train: bool, shape: Sequence[int] | None, next_ids: Ids | None
-    ) -> Announcement | str | None:
-        """What the first stage's rank says; a user's mistake is said too, so that every rank raises it."""
-        assert self.meeting is not None
-        if not self.stages[0].is_first:
-            return None
-        try:
-            known, following = sample_ids(ids), sample_ids(next_ids)
-        except UsageError as error:
-            return str(error)
-        if known is None and self.meeting.per_sample and (train or self.evaluate == "same"):
-            return f"{self.meeting.per_sample} remembers samples: give step(ids=…) on the first stage, one id a row"
-        given = None if shape is None else tuple(int(n) for n in shape)
-        if known is not None and given is not None and given[0] != len(known):
-            return f"{len(known)} sample ids for a batch of shape {given}"
-        return Announcement(self.steps + 1, train, known, given, following)
+        return self.meeting
 
     def _close(self) -> None:
         said = self.announced
@@ -198,10 +180,9 @@ class Pipeline:
 
     # --- samples
 
-    def _agree(self, ids: tuple[int, ...]) -> None:
+    def _agree(self, ids: tuple[int, ...], meeting: Meeting) -> None:
         """Digests over every boundary with per-sample memory; what differs is cold in this step."""
-        assert self.meeting is not None
-        lanes = [(lane, peer) for lane, peer in self.meeting.remote if lane.per_sample]
+        lanes = [(lane, peer) for lane, peer in meeting.remote if lane.per_sample]
         for lane, _ in lanes:
             lane.load(ids)
         pairs = [Pair(peer, lane.digests(ids)) for lane, peer in lanes]
@@ -215,34 +196,6 @@ class Pipeline:
             following: tuple[Key, ...] = self.announced.next_ids
             stores = [c.ledger.stores["h"] for lane in self.lanes() if lane.per_sample for c in lane.coded.values()]
             self._prefetch.start(stores, following)
-
-    def _match_shapes(self, said: Announcement) -> None:
-        """A batch of another row shape: every stage tells the next what comes out of it, once per shape."""
-        for stage in self.stages:
-            stage.rows_in = None
-        if said.shape is None:
-            return
-        row, first = said.shape[1:], not any(stage.microbatches for stage in self.stages)
-        if row != self._shape and not first:
-            if row not in self._shapes:
-                self._shapes[row] = self._infer(said)
-            for stage in self.stages:
-                stage.rows_in = self._shapes[row][stage.stage_index]
-        self._shape = row
-
-    def _infer(self, said: Announcement) -> list[list[Spec]]:
-        """Per stage the specs of its inputs, found along the pipeline: each owner computes, all hear."""
-        assert self.meeting is not None and said.shape is not None
-        mine = {stage.stage_index: stage for stage in self.stages}
-        found: list[list[Spec]] = [[]]
-        if 0 in mine:
-            known = next(iter(mine[0].root_inputs.values()), [(said.shape, torch.float32)])
-            found = [[((1, *said.shape[1:]), dtype) for _, dtype in known]]
-        for index in range(mine[self.stages[0].stage_index].num_stages - 1):
-            told: list[Any] = [mine[index].infer_outputs(found[index])] if index in mine else [None]
-            dist.broadcast_object_list(told, group=self.group, group_src=self.meeting.place[index])
-            found.append(told[0])
-        return found
 
     # --- what is known of it
 
@@ -258,12 +211,7 @@ class Pipeline:
         return Tally.of(self.lanes(), self.steps, self.skips, self.healed)
 
     def _options(self) -> dict[str, str]:
-        return {
-            "nonfinite": self.nonfinite,
-            "evaluate": self.evaluate,
-            "plan": str(self.plan),
-            "overlap": repr(self.overlap),
-        }
+        return {name: str(getattr(self, name)) for name in ("nonfinite", "evaluate", "plan", "overlap")}
 
     def _estimate(self) -> None:
         """Once, after the first step: how large the stores will become, if nothing was known before it."""
@@ -278,16 +226,6 @@ class Pipeline:
                 warnings.warn("the loaded samples' memory is of another shape: samples start cold", stacklevel=4)
             self._loaded = None
 
-    def _warn_of_dropout(self) -> None:
-        assert self.meeting is not None
-        for index, names in self.meeting.dropout:
-            if any(stage.stage_index == index for stage in self.stages):
-                warnings.warn(
-                    f"stage {index} drops values at random ({', '.join(names[:3])}) above a boundary that sends "
-                    'changes: they will be as large as the activations. Set p = 0, or dropout="seed"',
-                    stacklevel=4,
-                )
-
     def close(self) -> None:
         """Forget all memory; files of stores are removed."""
         for lane in self.lanes():
@@ -297,34 +235,14 @@ class Pipeline:
 
     def state_dict(self, stores: bool = True) -> dict[str, Tensor]:
         """This rank's state: residuals, factors, counters, and with `stores` what is remembered of samples."""
-        out = {"step": torch.tensor(self.steps), "scale": torch.tensor(self._scale, dtype=torch.float64)}
-        for prefix, lane in self._places():
-            out |= {f"{prefix}{name}": value for name, value in lane.state_dict(stores).items()}
-        mark = self._mark()
-        return {f"{mark}{name}": value for name, value in out.items()}
+        return state_of(self.stages, self.steps, self._scale, stores)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """State of the same stages: this rank's of several, or whichever is the only one. What is missing starts
         empty: samples cold, residuals zero."""
-        marks = {name.partition("/")[0] + "/" for name in state}
-        mark = marks.pop() if len(marks) == 1 else self._mark()
-        mine = {name.removeprefix(mark): value for name, value in state.items() if name.startswith(mark)}
-        if "step" not in mine:
-            raise UsageError(f"the state has no part for {mark[:-1]}, only for {', '.join(sorted(marks)) or 'nobody'}")
+        mine = own_part(state)
         self._meet()
-        self.steps, self._scale = int(mine["step"]), float(mine["scale"])
-        for prefix, lane in self._places():
-            lane.load_state_dict({n.removeprefix(prefix): v for n, v in mine.items() if n.startswith(prefix)})
+        self.steps, self._scale = restore(self.stages, mine)
         self._loaded = self.stats.warm
         if self.steps and any(lane.per_sample and not lane.remembers() for lane in self.lanes()):
             warnings.warn("the loaded state has no samples' memory: every sample starts cold", stacklevel=2)
-
-    def _places(self) -> Iterator[tuple[str, Lane]]:
-        for stage in self.stages:
-            for lane in stage.lanes.all():
-                yield f"stage{stage.stage_index}/{lane.name}/{lane.end}/", lane
-
-    def _mark(self) -> str:
-        """torch.distributed.checkpoint keeps one of equal names: replicas hold the same stages."""
-        size, rank = world(None)
-        return f"rank{rank}of{size}/"

@@ -25,6 +25,7 @@ from thinwire.lab import Network
 from thinwire.presets import PRESETS
 from thinwire.report.show import read_json, table, write_json
 from thinwire.train.bench_figure import curve_of, draw
+from thinwire.train.bench_options import add_options, check_counts, check_folder, chosen, sent, windows
 from thinwire.train.config import TrainConfig, read_config
 from thinwire.train.local import PRELOAD, train_local
 from thinwire.units import show_bytes, show_rate
@@ -49,26 +50,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--wires", default=",".join(WIRES), help=f"presets, the first is the baseline ({','.join(WIRES)})"
     )
     parser.add_argument("--shares", default="0.95,0.99", help="of the uncompressed step spent on the wire (0.95,0.99)")
-    parser.add_argument("--seeds", type=int, default=3, help="paired: same data order, same start (default 3)")
-    parser.add_argument("--epochs", type=int, default=5, help="of fine-tuning (default 5)")
-    parser.add_argument("--samples", type=int, default=192, help="to fine-tune on (default 192)")
-    parser.add_argument("--pretrain", type=int, default=300, help="steps before (default 300)")
+    add_options(parser, epochs=5, pretrain=300, out="out/bench-train")
     parser.add_argument("--lr", type=float, default=4e-3, help="of fine-tuning, at its peak (default 0.004)")
     parser.add_argument("--part", default="all", choices=PARTS, help="what to measure (default all)")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the --json file and do what is missing")
-    parser.add_argument("--out", default="out/bench-train", help="folder of the runs (default out/bench-train)")
     parser.add_argument("--json", metavar="PATH", help="results, written as they come")
     parser.add_argument("--figure", metavar="PATH", help="held-out loss against time, a panel a share")
 
 
 def run(args: argparse.Namespace) -> int:
-    wires = args.wires.split(",")
-    unknown = [w for w in wires if w not in PRESETS]
-    if unknown:
-        raise UsageError(f"--wires {unknown[0]}: allowed are {', '.join(PRESETS)}")
-    shares = [float(s) for s in args.shares.split(",")]
-    if not all(0 < s < 1 for s in shares):
-        raise UsageError(f"--shares {args.shares}: each must lie between 0 and 1")
+    wires, shares = chosen("--wires", args.wires, PRESETS), _shares(args.shares)
+    check_counts(args)
     if args.resume and not args.json:
         raise UsageError("--resume goes on with the rows of a file: name it by --json")
     bench = Bench(Path(args.out), args)
@@ -87,11 +79,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _shares(given: str) -> list[float]:
+    try:
+        shares = [float(share) for share in given.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share < 1 for share in shares):
+        raise UsageError(f"--shares {given}: write numbers between 0 and 1, as 0.95,0.99")
+    return shares
+
+
 class Bench:
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.folder, self.args = folder, args
-        if folder.exists() and any(folder.iterdir()) and not (folder / "pretrain").exists():
-            raise UsageError(f"--out {folder}: holds files that are not this bench's; name another folder")
+        check_folder(folder, "pretrain")
         settings = {name: value for name, value in vars(args).items() if name != "run"}
         self.result: dict[str, Any] = {"settings": settings, "loss": [], "time": []}
         if args.resume and Path(args.json).exists():
@@ -147,13 +148,13 @@ class Bench:
     def train(self, network: Network, model: Path, wire: str, seed: int) -> dict[str, Any]:
         """Fine-tune unshaped: held-out loss by step, bytes by step."""
         optim = {"epochs": self.args.epochs, "lr": self.args.lr}
-        config = self._config(f"{wire}-{seed}", wire, seed, {"samples": self._windows()}, optim, model)
+        data = {"samples": windows(self.args.samples, DOCUMENT["data"]["held_out"])}
+        config = self._config(f"{wire}-{seed}", wire, seed, data, optim, model)
         events = train_local(config, network=network, label=f"{wire}, seed {seed}")
         evals = [(e["step"], e["held_out"]) for e in events if e["kind"] == "eval"]
         last = [e for e in events if e["kind"] == "step"][-1]
-        sent = {kind: last[f"{kind}_bytes"] for kind in ("forward", "backward", "gradient", "embedding")}
         steps = next(e for e in events if e["kind"] == "run")["steps"]
-        return {"wire": wire, "seed": seed, "evals": evals, "sent": sent, "steps": steps,
+        return {"wire": wire, "seed": seed, "evals": evals, "sent": sent(last), "steps": steps,
                 "steps_per_epoch": steps // self.args.epochs, "skips": last["skips"]}  # fmt: skip
 
     def time(self, network: Network, model: Path, wire: str, rate: float | None) -> dict[str, Any]:
@@ -180,10 +181,6 @@ class Bench:
             wanted = unshaped / (1 - share)
             rate *= max(shaped - unshaped, 0.05 * shaped) / (wanted - unshaped)
         return rate
-
-    def _windows(self) -> int:
-        """So many that `samples` are left for training without the held-out share."""
-        return round(self.args.samples / (1 - DOCUMENT["data"]["held_out"]))
 
     def _config(
         self, name: str, wire: str, seed: int, data: dict[str, Any], optim: dict[str, Any], model: Path | None = None
@@ -224,11 +221,11 @@ def summary(result: dict[str, Any], wires: list[str], shares: list[float]) -> li
                     ratios[base].append(pair[0] / pair[1])
                     if base == wires[0]:
                         excess.append(one["evals"][-1][1] / other["evals"][-1][1] - 1)
-            time, sent = times[wire], sum(mine[0]["sent"].values())
+            time, nbytes = times[wire], sum(mine[0]["sent"].values())
             rows.append({
                 "share": share, "wire": wire, "rate": time["rate"], "cold": time["cold"], "warm": time["warm"],
                 **{f"over {base}": statistics.mean(values) for base, values in ratios.items()},
-                "held_out": statistics.mean(one["evals"][-1][1] for one in mine), "excess": excess, "sent": sent,
+                "held_out": statistics.mean(one["evals"][-1][1] for one in mine), "excess": excess, "sent": nbytes,
             })  # fmt: skip
     return rows
 

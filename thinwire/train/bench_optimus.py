@@ -18,11 +18,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from thinwire.errors import UsageError
 from thinwire.lab import Network
 from thinwire.presets import PRESETS
 from thinwire.report.show import table, write_json
 from thinwire.train.bench_optimus_figure import draw
+from thinwire.train.bench_options import add_options, check_counts, check_folder, chosen, sent, windows
 from thinwire.train.config import TrainConfig, read_config
 from thinwire.train.local import PRELOAD, train_local
 from thinwire.train.metrics import read_events
@@ -59,20 +59,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", default="all", choices=PARTS, help="what to measure (default all)")
     parser.add_argument("--rungs", default=",".join(LADDER), help="some of the ladder, the first is the baseline")
     parser.add_argument("--rate", default="20mbit", help="of every host's link, for the timed parts (default 20mbit)")
-    parser.add_argument("--seeds", type=int, default=3, help="paired: same data order, same start (default 3)")
-    parser.add_argument("--epochs", type=int, default=3, help="of fine-tuning (default 3)")
-    parser.add_argument("--samples", type=int, default=192, help="to fine-tune on (default 192)")
-    parser.add_argument("--pretrain", type=int, default=200, help="steps before (default 200)")
-    parser.add_argument("--out", default="out/bench-optimus", help="folder of the runs (default out/bench-optimus)")
+    add_options(parser, epochs=3, pretrain=200, out="out/bench-optimus")
     parser.add_argument("--json", metavar="PATH", help="results, written as they come; what is there is kept")
     parser.add_argument("--figure", metavar="PATH", help="step time against the number of compressed stages")
 
 
 def run(args: argparse.Namespace) -> int:
-    rungs = args.rungs.split(",")
-    unknown = [rung for rung in rungs if rung not in LADDER]
-    if unknown:
-        raise UsageError(f"--rungs {unknown[0]}: allowed are {', '.join(LADDER)}")
+    rungs = chosen("--rungs", args.rungs, LADDER)
+    check_counts(args)
     parse_rate(args.rate, "--rate")
     bench = Bench(Path(args.out), args, rungs)
     if args.part in ("all", "loss"):
@@ -90,8 +84,7 @@ def run(args: argparse.Namespace) -> int:
 class Bench:
     def __init__(self, folder: Path, args: argparse.Namespace, rungs: list[str]) -> None:
         self.folder, self.args, self.rungs = folder, args, rungs
-        if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
-            raise UsageError(f"--out {folder}: holds files that are not this bench's; name another folder")
+        check_folder(folder, MARK)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MARK).touch()
         self.result: dict[str, Any] = {"settings": {k: v for k, v in vars(args).items() if k != "run"}, "loss": []}
@@ -156,15 +149,15 @@ class Bench:
             wire = wire | {"gradient": wire["gradient"] | {"stages": 1.0}}
         name = f"loss-{list(LADDER).index(rung)}-{seed}"
         shutil.rmtree(self.folder / name, ignore_errors=True)
-        windows = round(self.args.samples / (1 - DOCUMENT["data"]["held_out"]))
         config = self._config(
             name, wire, seed, CUBE, model={"path": str(model)},
-            data={"samples": windows}, optim={"epochs": self.args.epochs},
+            data={"samples": windows(self.args.samples, DOCUMENT["data"]["held_out"])},
+            optim={"epochs": self.args.epochs},
         )  # fmt: skip
         events = train_local(config, network=network, label=f"{rung}, seed {seed}")
         last = [e for e in events if e["kind"] == "step"][-1]
         return {
-            "rung": rung, "seed": seed, "steps": last["step"], "skips": last["skips"], "sent": _sent(last),
+            "rung": rung, "seed": seed, "steps": last["step"], "skips": last["skips"], "sent": sent(last),
             "held_out": [e["held_out"] for e in events if e["kind"] == "eval"],
         }  # fmt: skip
 
@@ -177,8 +170,9 @@ class Bench:
                               data={"samples": batch, "held_out": 0.0, "corpus_bytes": 100_000})  # fmt: skip
         events = [e for e in train_local(config, network=network, label=name) if e["kind"] == "step"]
         taken = [e["step_seconds"] for e in events][1:]
-        sent = {kind: value - _sent(events[-2])[kind] for kind, value in _sent(events[-1]).items()}
-        return {"seconds": statistics.median(taken), "taken": taken, "sent": sent}
+        before, after = sent(events[-2]), sent(events[-1])
+        own = {kind: value - before[kind] for kind, value in after.items()}
+        return {"seconds": statistics.median(taken), "taken": taken, "sent": own}
 
     def _config(
         self, name: str, wire: dict[str, Any], seed: int, mesh: dict[str, Any], **changed: dict[str, Any]
@@ -220,7 +214,3 @@ class Bench:
         last = {(row["rung"], row["seed"]): row["held_out"][-1] for row in self.result["loss"]}
         pairs = [(last.get((rung, s)), last.get((self.rungs[0], s))) for s in range(self.args.seeds)]
         return [100 * (one / base - 1) for one, base in pairs if one is not None and base is not None]
-
-
-def _sent(event: dict[str, Any]) -> dict[str, int]:
-    return {kind: event[f"{kind}_bytes"] for kind in ("forward", "backward", "gradient", "embedding")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -108,6 +109,26 @@ def test_one_process_from_start_to_saved_model(tmp_path):
     assert again.returncode == 2 and "--resume" in again.stderr and "Traceback" not in again.stderr
     resumed = subprocess.run([*words, "--resume"], capture_output=True, text=True, timeout=120)
     assert resumed.returncode == 0, resumed.stderr[-2000:]
+    wider = tmp_path / "wider.toml"
+    wider.write_text((tmp_path / "run.toml").read_text().replace("hidden = 32", "hidden = 64"))
+    other = subprocess.run([*words[:-1], str(wider), "--resume"], capture_output=True, text=True, timeout=120)
+    assert other.returncode == 2 and "Traceback" not in other.stderr, other.stderr[-2000:]
+    assert "is a checkpoint of another model" in other.stderr and "is (264, 32), here it is (264, 64)" in other.stderr
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, capsys):
+    path = write(tmp_path)
+    assert main(["train", path, "--out", "/proc/nowhere"]) == 2
+    assert "[run] out = '/proc/nowhere': cannot make that folder" in capsys.readouterr().err
+
+
+def test_a_port_in_use(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(UsageError, match=f"rank 0 cannot meet the others at 127.0.0.1:{port}: .*in use"):
+            join("gloo", timedelta(seconds=5))
 
 
 @pytest.mark.lab

@@ -97,7 +97,10 @@ def _clear(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()) and not (folder / "pretrain.toml").exists():
         raise UsageError(f"--out {folder}: holds files that are not a demo's; name another folder")
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"--out {folder}: cannot make that folder: {error.strerror}") from None
 
 
 def _write_configs(folder: Path, rate: str, steps: int) -> list[Path]:

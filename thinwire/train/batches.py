@@ -20,6 +20,12 @@ from torch import Tensor
 from thinwire.errors import UsageError
 from thinwire.train.samples import Ints, Samples
 
+CHANGED = {  # by what a checkpoint records: the line for a run that has it otherwise
+    "data": "its samples are not these: other text, tokenizer, seq_len or held-out share ([data])",
+    "batch": "[optim] batch was {}, now it is {}",
+    "shuffle": "[data] seed was {}, now it is {}",
+}
+
 
 class Batch(NamedTuple):
     """One replica's part of a step.
@@ -73,7 +79,8 @@ class Batches:
         """Go on at a saved position; other data, batch or seed would make it mean something else, and are refused."""
         for name, mine in self._settings().items():
             if state.get(name) != mine:
-                raise UsageError(f"the checkpoint's data has {name} {state.get(name)!r}, this run {mine!r}")
+                what = CHANGED[name].format(state.get(name), mine)
+                raise UsageError(f"the checkpoint cannot go on here: {what}; train anew in another [run] out")
         self.epoch, self.index = int(state["epoch"]), int(state["index"])
 
     def _settings(self) -> dict[str, int]:

@@ -186,6 +186,9 @@ class Trainer:
                 stored = read_back(f"model/{name}", state, parameter, place)
                 if stored is None:
                     raise UsageError(f"{path} has no {name}: it is a checkpoint of another model")
+                if stored.shape != parameter.shape:
+                    was, now = tuple(stored.shape), tuple(parameter.shape)
+                    raise UsageError(f"{path}: {name} is {was}, here it is {now}: it is a checkpoint of another model")
                 parameter.copy_(stored)
         same_cut = torch.equal(state["cut"], self._cut())
         update.load_state_dict(state, same_cut)

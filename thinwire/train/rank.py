@@ -93,7 +93,12 @@ def join(backend: str, limit: timedelta) -> None:
     say = os.environ.get
     attempts = int(say("TORCHELASTIC_MAX_RESTARTS", "0"))
     if say("TORCHELASTIC_USE_AGENT_STORE") != "True" or attempts == 0:
-        dist.init_process_group(backend, timeout=limit)
+        try:
+            dist.init_process_group(backend, timeout=limit)
+        except dist.DistNetworkError as error:  # a port in use on rank 0, nobody there on the others
+            place = f"{say('MASTER_ADDR')}:{say('MASTER_PORT')}"
+            reason = str(error).splitlines()[0]
+            raise UsageError(f"rank {say('RANK')} cannot meet the others at {place}: {reason}") from None
         return
     if say("GROUP_WORLD_SIZE") != "1":
         raise UsageError(
@@ -154,7 +159,10 @@ def record(config: TrainConfig, given: str, resume: bool = False) -> None:
     run is refused before anything in it is changed."""
     out = Path(config.run.out)
     refuse_second_run(out, resume)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"[run] out = {config.run.out!r}: cannot make that folder: {error.strerror}") from None
     if Path(given).resolve() != (out / "run.toml").resolve():
         shutil.copyfile(given, out / "run.toml")
     (out / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")

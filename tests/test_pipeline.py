@@ -31,6 +31,8 @@ CASES = {
 }  # fmt: skip
 WORDS = {
     "missing": "give step(ids=…)", "twice": "sample id 1 stands twice", "type": "not 0.5",
+    "number": "ids = 8: must be a list or tensor", "text": "ids = 'abcdefgh': must be a list or tensor",
+    "length": "shape = 8: must be the batch's, x.shape",
     "rows": "8 sample ids for a batch of shape (9, 8, 16)",
     "codec": "stage 0 and stage 1 differ in forward.memory.cold", "when": "stage 0 and stage 1 differ in backward.when",
     "shape": "stage 0 sends (2, 8, 16) torch.float32, but stage 1 expects (2, 7, 16)", "bracket": "outside its bracket",

@@ -103,6 +103,8 @@ class FrozenAdam(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Also from another number of ranks, where "wire" holds all their parts (`tw.parallel.read_state`)."""
+        if "freezing" not in state_dict or "wire" not in state_dict:
+            raise UsageError(f"the state is of another optimizer than FrozenAdam: it has {', '.join(state_dict)} only")
         rest = {key: value for key, value in state_dict.items() if key not in ("freezing", "wire")}
         super().load_state_dict(rest)
         for index, p in enumerate(p for group in self.param_groups for p in group["params"]):
@@ -241,10 +243,10 @@ def _check_settings(
     lr: float, betas: tuple[float, float], eps: float, weight_decay: float, freeze_after: int | str, floor: float
 ) -> None:
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("floor", floor)):
-        if not value >= 0:
-            raise UsageError(f"{name} = {value!r}: must be 0 or more")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise UsageError(f"betas = {betas!r}: both must be in [0, 1)")
+        if not isinstance(value, (int, float, Tensor)) or not value >= 0:
+            raise UsageError(f"{name} = {value!r}: must be a number, 0 or more")
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise UsageError(f"betas = {betas!r}: must be two numbers in [0, 1)")
     good = isinstance(freeze_after, int) and not isinstance(freeze_after, bool) and freeze_after > 0
     if not good and freeze_after != "auto":
         raise UsageError(f"freeze_after = {freeze_after!r}: allowed are a number of steps, 1 or more, and 'auto'")

@@ -25,7 +25,7 @@ class LowRank(Codec):
     rank: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if type(self.rank) is not int or self.rank < 1:
             raise UsageError(f"rank must be a positive integer, not {self.rank!r}")
 
     def encode(self, x: Tensor, seed: int = 0, prev: Tensor | None = None) -> Tensor:

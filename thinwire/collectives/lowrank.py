@@ -35,7 +35,7 @@ class LowRank(Collective):
     shapes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
+        if type(self.rank) is not int or self.rank < 1:
             raise UsageError(f"rank must be a positive integer, not {self.rank!r}")
 
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> LowRank:

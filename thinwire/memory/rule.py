@@ -19,6 +19,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
+from thinwire.memory.store import parse_capacity
 
 STORES = ("native", "fp32", "bf16", "int8")
 
@@ -135,7 +136,7 @@ def ErrorFeedback(decay: float = 1.0) -> Memory:
 
 def EControl(eta: float) -> Memory:
     """Both slots: EF21's shift, and a residual fed back with weight η (EControl)."""
-    if not 0 < eta < 1:
+    if not isinstance(eta, (int, float)) or not 0 < eta < 1:
         raise UsageError(f"eta must lie in (0, 1), not {eta!r}")
     return Memory("EControl", eta=eta, beta=1.0, alpha=1.0)
 
@@ -153,6 +154,9 @@ def Delta(
     """
     if store not in STORES:
         raise UsageError(f"store must be one of {', '.join(STORES)}, not {store!r}")
+    if cold is not None and not isinstance(cold, Codec):
+        raise UsageError(f"cold must be a codec, or none for full precision, not {cold!r}")
+    parse_capacity(capacity)
     if host and path is not None:
         raise UsageError(f"path = {path!r}: mirrors in a file are not in host memory: give path or host, not both")
     return Memory(
@@ -161,6 +165,6 @@ def Delta(
 
 
 def _unit(name: str, value: float | None) -> float | None:
-    if value is not None and not 0 < value <= 1:
+    if value is not None and (not isinstance(value, (int, float)) or not 0 < value <= 1):
         raise UsageError(f"{name} must lie in (0, 1], not {value!r}")
     return value

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.collectives.base import world
 from thinwire.errors import UsageError
@@ -24,14 +24,29 @@ def describe(value: Any, name: str) -> dict[str, str]:
     return {name: repr(value)}
 
 
+def by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """Of model.named_parameters(), or a list like it, those that train; names key the state, so each is one's own."""
+    out: dict[str, nn.Parameter] = {}
+    for one in named_parameters:
+        if not isinstance(one, tuple) or len(one) != 2 or not isinstance(one[0], str):
+            raise UsageError(f"pairs of a name and a parameter are wanted (model.named_parameters()), not {type(one)}")
+        name, parameter = one
+        if name in out:
+            raise UsageError(f"two parameters are called {name!r}: names key the state")
+        if parameter.requires_grad:
+            out[name] = parameter
+    return out
+
+
 def describe_parameters(parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """Shape and type of each, as fields to agree on. Gradients are averaged as real numbers: complex ones are refused.
+    """Shape and type of each, as fields to agree on. What is averaged are real numbers: complex ones are refused.
 
     (DDP's buckets show half of a complex gradient: the other half would be averaged by nobody.)
     """
     for name, p in parameters.items():
-        if p.is_complex():
-            raise UsageError(f"{name} is of {p.dtype}: allowed are real types; hold it as torch.view_as_real(…)")
+        if not p.is_floating_point():
+            hint = "; hold it as torch.view_as_real(…)" if p.is_complex() else ""
+            raise UsageError(f"{name} is of {p.dtype}: allowed are real floating types{hint}")
     return {f"parameter {name}": f"{tuple(p.shape)} {p.dtype}" for name, p in parameters.items()}
 
 

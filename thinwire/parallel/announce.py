@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -80,8 +80,10 @@ def sample_ids(ids: Ids | None) -> tuple[int, ...] | None:
     """Ids as 64-bit integers: whole numbers as they are, texts by hash. Twice the same, or another type: UsageError."""
     if ids is None:
         return None
-    given = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-    out = []
+    given = ids.tolist() if isinstance(ids, Tensor) else ids
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise UsageError(f"ids = {ids!r}: must be a list or tensor of sample ids, one a row of the batch")
+    given, out = list(given), []
     for one in given:
         if isinstance(one, str):
             out.append(derive("sample", one))
@@ -106,7 +108,9 @@ def announcement(
         return str(error)
     if known is None and per_sample:
         return f"{per_sample} remembers samples: give step(ids=…) on the first stage, one id a row"
-    given = None if shape is None else tuple(int(n) for n in shape)
+    if shape is not None and (not isinstance(shape, Sequence) or not shape or not all(type(n) is int for n in shape)):
+        return f"shape = {shape!r}: must be the batch's, x.shape"
+    given = None if shape is None else tuple(shape)
     if known is not None and given is not None and given[0] != len(known):
         return f"{len(known)} sample ids for a batch of shape {given}"
     return Announcement(step, train, known, given, following)

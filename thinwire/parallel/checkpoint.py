@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from thinwire.collectives.base import world
+from thinwire.errors import UsageError
 from thinwire.parallel.exchange import SLOTS, Exchange
 
 RANKED = re.compile(r"rank(\d+)of(\d+)/(.*)", re.DOTALL)
@@ -36,11 +37,11 @@ class PerRank:
         old, ranks = split(state)
         if old == self.size:
             if self.rank not in ranks:
-                raise ValueError(f"the state has no part for rank {self.rank} of {self.size}")
+                raise UsageError(f"the state has no part for rank {self.rank} of {self.size}")
             self.exchange.load_state_dict(ranks[self.rank])
             return
         if len(ranks) != old:
-            raise ValueError(
+            raise UsageError(
                 f"{old} ranks wrote this state and {self.size} read it: all parts are needed, not {len(ranks)}"
             )
         self.exchange.load_state_dict(_mean(ranks))
@@ -59,11 +60,11 @@ def split(state: Mapping[str, Tensor]) -> tuple[int, Ranks]:
     for name, value in state.items():
         match = RANKED.fullmatch(name)
         if match is None:
-            raise ValueError(f"{name!r} is no name of compression state: rank<r>of<P>/… is expected")
+            raise UsageError(f"{name!r} is no name of compression state: rank<r>of<P>/… is expected")
         ranks.setdefault(int(match[1]), {})[match[3]] = value
         sizes.add(int(match[2]))
     if len(sizes) != 1:
-        raise ValueError(f"compression state of one number of ranks is expected, not of {sorted(sizes) or 'none'}")
+        raise UsageError(f"compression state of one number of ranks is expected, not of {sorted(sizes) or 'none'}")
     return sizes.pop(), ranks
 
 
@@ -87,13 +88,16 @@ def read_state(path: str | PathLike[str], prefix: str, group: Any = None) -> dic
     """
     size, rank = world(group)
     reader = dcp.FileSystemReader(path)
-    known = reader.read_metadata().state_dict_metadata
+    try:
+        known = reader.read_metadata().state_dict_metadata
+    except FileNotFoundError:
+        raise UsageError(f"{path} holds no checkpoint of torch.distributed.checkpoint (no .metadata)") from None
     wanted = {}
     for name, about in known.items():
         if name.startswith(f"{prefix}.") and concerns(name.removeprefix(f"{prefix}."), rank, size):
             assert isinstance(about, TensorStorageMetadata), name
             wanted[name] = torch.empty(about.size, dtype=about.properties.dtype)
     if not wanted:
-        raise ValueError(f"the checkpoint has no state of {prefix!r} for rank {rank} of {size}")
+        raise UsageError(f"the checkpoint has no state of {prefix!r} for rank {rank} of {size}")
     dcp.load(wanted, storage_reader=reader, no_dist=True)
     return {name.removeprefix(f"{prefix}."): value for name, value in wanted.items()}

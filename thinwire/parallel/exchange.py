@@ -10,6 +10,7 @@ from torch import Tensor
 
 from thinwire.channel import Channel
 from thinwire.collectives.base import Metered, all_reduce, world
+from thinwire.errors import UsageError
 from thinwire.memory import Plain
 from thinwire.parallel.units import Shape, Unit, make_units
 from thinwire.wire import Reduction
@@ -124,6 +125,6 @@ def _joined(unit: Unit, slot: str, state: Mapping[str, Tensor]) -> Tensor:
         if part is None:
             part = like.new_zeros(shape)
         elif tuple(part.shape) != shape:
-            raise ValueError(f"{parameter}: the state is of shape {tuple(part.shape)}, the parameter of {shape}")
+            raise UsageError(f"{parameter}: the state is of shape {tuple(part.shape)}, the parameter of {shape}")
         parts.append(part.reshape(-1))
     return torch.cat(parts)

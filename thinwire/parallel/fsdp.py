@@ -62,7 +62,7 @@ class CompressedFSDP(Handle):
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
         if self.shard not in state:
-            raise ValueError(f"this rank is {self.shard}, the state is of {', '.join(state) or 'none'}")
+            raise UsageError(f"this rank is {self.shard}, the state is of {', '.join(state) or 'none'}")
         self.reducer.load_state_dict(state[self.shard])
         if self.auto is not None:
             self.auto.owes = True

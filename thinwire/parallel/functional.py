@@ -12,6 +12,7 @@ from torch import Tensor
 from thinwire.codecs.base import describe_nonfinite, is_finite
 from thinwire.collectives import Collective, Dense
 from thinwire.collectives.base import world
+from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
 from thinwire.memory import Plain
 from thinwire.parallel.agree import check_agreement, describe, describe_parameters
@@ -30,6 +31,8 @@ def all_reduce(
     Without it what a lossy collective leaves out is lost. NaN or Inf on any rank: ValueError on all, state unchanged.
     All ranks give tensors of the same names, shapes and types, and the same wire.
     """
+    if not isinstance(named_tensors, Mapping):
+        raise UsageError(f"all_reduce takes tensors by name, {{name: tensor}}, not {type(named_tensors)}")
     reduction = Wire.of(wire).gradient or Reduction(Dense())
     exchange = Exchange({name: tuple(t.shape) for name, t in named_tensors.items()}, reduction, group, seed)
     if state:

@@ -24,7 +24,7 @@ from thinwire.collectives import Collective, Dense
 from thinwire.collectives.base import world
 from thinwire.collectives.groups import twin
 from thinwire.errors import UsageError
-from thinwire.parallel.agree import check_agreement, dense, describe, describe_parameters
+from thinwire.parallel.agree import by_name, check_agreement, dense, describe, describe_parameters
 from thinwire.parallel.checkpoint import PerRank
 from thinwire.parallel.exchange import Exchange
 from thinwire.parallel.thread import CommunicationThread
@@ -47,7 +47,7 @@ class Reducer:
     ) -> None:  # fmt: skip
         if nonfinite not in NONFINITE:
             raise UsageError(f"nonfinite = {nonfinite!r}: allowed are {', '.join(NONFINITE)}")
-        self.parameters = {name: p for name, p in named_parameters if p.requires_grad}
+        self.parameters = by_name(named_parameters)
         if not self.parameters:
             raise UsageError("no parameter requires a gradient: there is nothing to reduce")
         self.reduction = Wire.of(wire).gradient or Reduction(Dense())

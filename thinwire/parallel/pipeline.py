@@ -56,11 +56,11 @@ class Pipeline:
         plan: Plan | None = None, scale: Callable[[], float] | None = None, samples: int | None = None,
         row: Sequence[int] | None = None, say: Callable[[str], None] = logger.info, overlap: bool = False,
     ) -> None:  # fmt: skip
-        if not stages or not all(isinstance(stage, CompressedStage) for stage in stages):
-            raise UsageError(f"a Pipeline takes the CompressedStages of this rank, at least one, not {stages!r:.80}")
         for name, value, allowed in (("nonfinite", nonfinite, NONFINITE), ("evaluate", evaluate, EVALUATE)):
             if value not in allowed:
                 raise UsageError(f"{name} = {value!r}: allowed are {', '.join(allowed)}")
+        if not stages or not all(isinstance(stage, CompressedStage) for stage in stages):
+            raise UsageError(f"a Pipeline takes the CompressedStages of this rank, at least one, not {stages!r:.80}")
         self.stages = sorted(stages, key=lambda stage: stage.stage_index)
         self.group, self.device = stages[0].group, torch.device(stages[0].device)
         self.nonfinite, self.evaluate, self.plan = nonfinite, evaluate, plan or Plan()

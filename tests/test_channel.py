@@ -417,7 +417,9 @@ def test_unbalanced_steps_are_errors():
         channel.state_dict()
 
 
-@pytest.mark.parametrize(("keys", "said"), [([1], "one key a row"), ([1, 1, 2], "stands twice")])
+@pytest.mark.parametrize(
+    ("keys", "said"), [([1], "one key a row"), ([1, 1, 2], "stands twice"), (None, "None: must be a text")]
+)
 def test_bad_row_keys(keys, said):
     with pytest.raises(ValueError, match=said):
         tw.Channel(c.Quantize(4), m.Delta()).send(keys, torch.ones(3, 8))

@@ -200,6 +200,13 @@ def test_codecs_and_collectives_in_the_wrong_place(section):
         (Link if "forward" in section else Reduction)(next(iter(section.values())))
 
 
+def test_a_codec_for_gradients_is_told_where_to_go():
+    codec = codecs.Quantize(4)
+    for attempt in (lambda: Wire.of(codec), lambda: Wire(gradient=codec), lambda: Reduction(codec)):
+        with pytest.raises(UsageError, match=r"TwoHop\(codec\) makes a collective of a codec"):
+            attempt()
+
+
 # --- naming
 
 

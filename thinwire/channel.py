@@ -252,6 +252,8 @@ class Channel:
     # --- rows
 
     def _check_rows(self, keys: Sequence[Key], shape: tuple[int, ...]) -> None:
+        if not isinstance(keys, Sequence):
+            raise ValueError(f"{self.name}: key {keys!r}: must be a text, a whole number, or a list of them, one a row")
         if not shape or shape[0] != len(keys):
             raise ValueError(f"{self.name}: {len(keys)} keys for a tensor of shape {shape}: one key a row")
         if len(set(keys)) != len(keys):

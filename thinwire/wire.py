@@ -79,7 +79,7 @@ class Reduction:
 
     def __post_init__(self) -> None:
         if not isinstance(self.collective, Collective):
-            raise UsageError(f"gradients take a collective, not {self.collective!r}")
+            raise UsageError(f"gradients take a collective, not {self.collective!r}{_hint(self.collective)}")
         if not isinstance(self.memory, Memory):
             raise UsageError(f"memory must be a memory, not {self.memory!r}")
         if self.memory.cold_start:
@@ -133,7 +133,7 @@ class Wire:
         if isinstance(wire, str):
             return _read({"preset": wire})
         if not isinstance(wire, Mapping):
-            raise UsageError(f"wire = {wire!r}: must be a Wire, a preset's name, a table or a collective")
+            raise UsageError(f"wire = {wire!r}: must be a Wire, a preset's name, a table or a collective{_hint(wire)}")
         return _read(wire)
 
 
@@ -180,9 +180,15 @@ def _reduction(name: str, given: Any) -> Reduction | None:
     return _named(name, lambda: Reduction(make_collective(**table), _memory(kept), **own))
 
 
+def _hint(given: Any) -> str:
+    """For whoever has a codec where gradients are averaged."""
+    return "; collectives.TwoHop(codec) makes a collective of a codec" if isinstance(given, Codec) else ""
+
+
 def _table(section: str, given: Any, wanted: str, needed: bool = True) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise UsageError(f"[wire] {section} = {given!r}: must be a {wanted}, a pair with its memory, or a table")
+        hint = _hint(given) if wanted == "collective" else ""
+        raise UsageError(f"[wire] {section} = {given!r}: must be a {wanted}, a pair with its memory, or a table{hint}")
     if given and needed and not isinstance(given.get(wanted), str):
         raise UsageError(f"[wire.{section}] {wanted}: its name is needed")
     return dict(given)

@@ -17,6 +17,7 @@ from thinwire.cli import main
 from thinwire.presets import PRESETS
 from thinwire.report.figures import smooth
 from thinwire.report.runs import METRICS, reached, read_runs
+from thinwire.report.show import table
 
 ROOT = Path(__file__).parent.parent
 RAW = 1_000_000  # bytes a step that fp32 would send
@@ -250,6 +251,12 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         write(tmp_path / seed / "max", events("max", 1.0, 1000))
     runs = read_runs([tmp_path / seed / "max" for seed in ("a", "b")])
     assert [run.name for run in runs] == ["max (a/max)", "max (b/max)"]
+
+
+def test_brackets_in_a_table_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    table("[wire]", ("what [s]",), [("pip install 'thinwire[train]'",)], "[run] out")
+    said = capsys.readouterr().out
+    assert all(words in said for words in ("[wire]", "what [s]", "thinwire[train]", "[run] out"))
 
 
 def test_reached_and_smooth() -> None:

@@ -54,9 +54,9 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[str, in
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> None:
     """Print a table; text is left-aligned, numbers (also as text) right-aligned; floats get four significant digits."""
-    console = Console()
+    console = Console(markup=False)  # thinwire[train] is a name, not a style
     if not console.is_terminal:
-        console = Console(width=160)
+        console = Console(width=160, markup=False)
     out = Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
     for i, name in enumerate(columns):
         out.add_column(name, justify="right" if all(_is_number(row[i]) for row in rows) else "left")

@@ -22,6 +22,7 @@ CODECS: tuple[c.Codec, ...] = (
     c.RandK(0.1), c.RandK(0.5), c.LowRank(1), c.LowRank(4),
     c.Chain(c.TopK(0.2), c.Quantize(4)), c.Chain(c.RandK(0.3), c.Natural()),
     c.Chain(c.TopK(0.2), c.Natural()), c.Rotated(c.Quantize(3)), c.Rotated(c.TopK(0.2), 32),
+    c.Centered(c.Quantize(3)), c.Centered(c.LowRank(1)), c.Centered(c.TopK(0.1)),
     c.Induced(c.TopK(0.3), c.RandK(0.3)), c.Induced(c.Quantize(3), c.Natural()),
 )  # fmt: skip
 UNBIASED = tuple(codec for codec in CODECS if codec.omega(100) is not None)

@@ -36,6 +36,7 @@ from thinwire.codecs import LowRank, Quantize
 from thinwire.errors import UsageError
 from thinwire.memory import Delta, ErrorFeedback, Plain
 from thinwire.parallel import Plan, boundary, early
+from thinwire.parallel.lazy import STEPS
 from thinwire.parallel.overlap import run_ahead
 from thinwire.wire import Link, Wire
 
@@ -343,22 +344,23 @@ def biased(index: int) -> nn.Module:
 
 
 def auto() -> list[str]:
-    """memory="auto": the share of the mean activation is measured, and the residual kept only where it is large."""
+    """memory="auto": lazy error is tried at every boundary, and kept only where it made gradients better."""
     start()
     wrong = []
-    wire = Wire(backward=Link(Quantize(3, block=16), "auto"))
-    for make, kept in ((block, False), (biased, True)):
-        run = Run("GPipe", 8, wire, make=make)
-        for step in range(5):
+    three = Quantize(3, block=16)
+    for codec, make, kept in ((three, block, False), (LowRank(2), biased, False), (three, biased, True)):
+        run = Run("1F1B", 8, Wire(backward=Link(codec, "auto")), make=make)
+        for step in range(2 * STEPS + 1):
             run.step(*batch(16, step))
         for lane in run.pipe.lanes():
-            if lane.share is None or lane.end == "recv":
+            if lane.trial is None:
                 continue
-            if lane.share.lazy is not kept or (lane.share.share > 0.5) is not kept or abs(lane.share.correlation) > 0.2:
-                wrong.append(f"{lane.name}: {lane.share.share}, {lane.share.correlation}, {lane.share.lazy}")
-            residual = next(iter(lane.coded.values())).ledger.read("e", f"{lane.name}/0")
-            if not kept and next(iter(lane.coded.values())).memory != Plain():
-                wrong.append(f"{lane.name}: still keeps {residual}")
+            (channel,) = lane.coded.values()
+            if lane.trial.lazy is not kept or lane.trial.on or lane.trial.step != 2 * STEPS + 1:
+                wrong.append(f"{codec}, {make.__name__}, {lane.name}: {vars(lane.trial)}")
+            left = channel.ledger.read("e", f"{lane.name}/0")
+            if channel.memory != (ErrorFeedback() if kept else Plain()) or (left is not None) is not kept:
+                wrong.append(f"{codec}, {make.__name__}, {lane.name}: {channel.memory.name}")
     return wrong
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inputs import CODECS, CONTRACTIVE, DTYPES, SHAPES, UNBIASED, inputs, tensor
+from inputs import CODECS, CONTRACTIVE, DISTRIBUTIONS, DTYPES, SHAPES, UNBIASED, inputs, tensor
 
+import thinwire as tw
 from thinwire import codecs as c
 from thinwire.codecs.entries import Entries
 from thinwire.kernels.indices import index_bytes
@@ -273,3 +274,29 @@ def test_entries_that_are_looked_at_later(indices, values, n, data):
     later.encode(index, torch.full((k,), torch.inf), n)
     with pytest.raises(ValueError, match="NaN or Inf"):
         later.settle()
+
+
+@given(st.sampled_from([c.Quantize(2), c.Quantize(3, scale="mse"), c.LowRank(1), c.TopK(0.1), c.ScaledSign()]),
+       st.sampled_from(DISTRIBUTIONS), st.sampled_from([(2, 9), (40, 33), (4, 8, 20)]),
+       st.integers(0, 999))  # fmt: skip
+def test_centered_leaves_no_mean_in_any_column(inner, kind, shape, seed):
+    """What arrives adds up over tokens to what was sent, to bf16's rounding of what the inner codec missed."""
+    x, tokens = tensor(kind, shape, torch.float64, seed), math.prod(shape[:-1])
+    plain, ours = ((roundtrip(codec, x, seed) - x).view(tokens, -1) for codec in (inner, c.Centered(inner)))
+    assert (ours.sum(0).abs() <= 2**-8 * plain.sum(0).abs() + 1e-12 * x.abs().sum() + 1e-35).all()
+    assert ours.square().sum() <= plain.square().sum() * (1 + 1e-12) + 1e-70
+    assert torch.allclose(ours - ours.mean(0), plain - plain.mean(0), atol=1e-12 * float(x.abs().max()) + 1e-40)
+
+
+def test_centered_keeps_low_rank_s_warm_start():
+    """Message after message of one matrix: the factor goes on from the last, through the wrapper too."""
+    x = tensor("gaussian", (60, 40), torch.float64, 0) @ torch.diag(0.8 ** torch.arange(40, dtype=torch.float64))
+    errors = []
+    for codec in (c.LowRank(4), c.Centered(c.LowRank(4))):
+        ends = [tw.Channel(codec), tw.Channel(codec)]
+        for _ in range(8):
+            y = ends[1].recv("b", ends[0].send("b", x), x.shape, x.dtype)
+        errors.append(float((y - x).norm()))
+    best = float(torch.linalg.svdvals(x)[4:].norm())
+    assert best <= errors[0] * (1 + 1e-9) and errors[1] <= errors[0] <= 1.02 * best
+    assert float((roundtrip(c.LowRank(4), x) - x).norm()) > 1.05 * best

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from thinwire.codecs.base import Codec, is_finite
-from thinwire.codecs.compose import Induced, Rotated
+from thinwire.codecs.compose import Centered, Induced, Rotated
 from thinwire.codecs.exact import Cast, Identity
 from thinwire.codecs.lowrank import LowRank
 from thinwire.codecs.quantize import Quantize, ScaledSign
@@ -14,8 +14,8 @@ from thinwire.codecs.sparse import Chain, RandK, TopK
 from thinwire.naming import construct
 
 __all__ = [
-    "Cast", "Chain", "Codec", "Dither", "Identity", "Induced", "LowRank", "Natural", "NaturalDither", "Quantize",
-    "RandK", "Rotated", "ScaledSign", "Ternary", "TopK", "is_finite", "make",
+    "Cast", "Centered", "Chain", "Codec", "Dither", "Identity", "Induced", "LowRank", "Natural", "NaturalDither",
+    "Quantize", "RandK", "Rotated", "ScaledSign", "Ternary", "TopK", "is_finite", "make",
 ]  # fmt: skip
 
 CODECS: dict[str, type[Codec]] = {
@@ -32,6 +32,7 @@ CODECS: dict[str, type[Codec]] = {
     "lowrank": LowRank,
     "chain": Chain,
     "rotated": Rotated,
+    "centered": Centered,
     "induced": Induced,
 }
 

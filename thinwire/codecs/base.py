@@ -37,8 +37,13 @@ class Codec:
         """Do encoding and decoding never look at values on the host? Then nothing here waits for a card."""
         return False
 
-    def encode(self, x: Tensor, seed: int = 0) -> Tensor:
-        """x: any floating dtype and shape → uint8[nbytes]. NaN or Inf: ValueError."""
+    @property
+    def warm_starts(self) -> bool:
+        """Does `encode` do better with `prev`, the `right_factor` of the key's last message?"""
+        return False
+
+    def encode(self, x: Tensor, seed: int = 0, prev: Tensor | None = None) -> Tensor:
+        """x: any floating dtype and shape → uint8[nbytes]. NaN or Inf: ValueError. `prev`: see `warm_starts`."""
         wire, finite = self.encode_flagged(x, seed)
         if not bool(finite):
             raise ValueError(f"cannot encode a {tuple(x.shape)} tensor: {describe_nonfinite(x)}")
@@ -79,6 +84,10 @@ class Codec:
 
     def delta(self, numel: int) -> float | None:
         """δ ∈ (0, 1] with E‖C(x) − x‖² ≤ (1 − δ)‖x‖²; None: no bound is known."""
+        return None
+
+    def right_factor(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """What the key's next message starts from; None: nothing."""
         return None
 
     def rows(self, x: Tensor, seeds: Sequence[int] | Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Codecs made of codecs: after a random rotation, and a biased one repaired by an unbiased one."""
+"""Codecs made of codecs: after a rotation, with an error of mean zero, a biased one repaired by an unbiased one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, work_dtype
+from thinwire.codecs.base import Codec, from_raw, raw_bytes, work_dtype
+from thinwire.codecs.lowrank import matrix_shape
 from thinwire.errors import UsageError
 from thinwire.kernels import hadamard
 from thinwire.kernels.random import derive
@@ -56,6 +57,66 @@ class Rotated(Codec):
 
     def omega(self, numel: int) -> float | None:
         return self.inner.omega(numel)
+
+    def delta(self, numel: int) -> float | None:
+        return self.inner.delta(numel)
+
+
+@dataclass(frozen=True)
+class Centered(Codec):
+    """C(x) and the mean over tokens of what it left out: y = C(x) + 1·m, m = mean of the rows of x − C(x).
+
+    x is taken as (all leading dimensions) × (last). The error of every column then has mean zero, so it does not meet
+    what the activations of all tokens have in common (docs/pipeline.md). m travels in bf16, two bytes a column; a
+    single row has no mean to send. ‖x − y‖ ≤ ‖x − C(x)‖: δ is the inner codec's.
+    """
+
+    inner: Codec
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Codec):
+            raise UsageError(f"Centered wants a codec, not {self.inner!r}")
+
+    @property
+    def is_blind(self) -> bool:
+        return self.inner.is_blind
+
+    @property
+    def warm_starts(self) -> bool:
+        return self.inner.warm_starts
+
+    def encode(self, x: Tensor, seed: int = 0, prev: Tensor | None = None) -> Tensor:
+        if prev is None or not x.numel():
+            return super().encode(x, seed)
+        return self._with_mean(x.to(work_dtype(x.dtype)), self.inner.encode(x, seed, prev), seed)
+
+    def right_factor(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        return self.inner.right_factor(wire[: self.inner.nbytes(shape, dtype)], shape, dtype)
+
+    def _encode(self, x: Tensor, seed: int) -> Tensor:
+        return self._with_mean(x, self.inner.encode_flagged(x, seed)[0], seed)
+
+    def _with_mean(self, x: Tensor, wire: Tensor, seed: int) -> Tensor:
+        rows, columns = matrix_shape(tuple(x.shape))
+        if rows < 2:
+            return wire
+        work = torch.promote_types(x.dtype, torch.float32)
+        left = x.to(work) - self.inner.decode(wire, x.shape, x.dtype, seed).to(work)
+        limit = torch.finfo(torch.bfloat16).max
+        mean = left.reshape(rows, columns).mean(dim=0).clamp(-limit, limit).to(torch.bfloat16)
+        return torch.cat((wire, raw_bytes(mean)))
+
+    def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+        cut = self.inner.nbytes(shape, dtype)
+        y = self.inner.decode(wire[:cut], shape, dtype, seed)
+        if cut == wire.numel():
+            return y
+        work, limit = torch.promote_types(dtype, torch.float32), torch.finfo(dtype).max
+        return (y.to(work) + from_raw(wire[cut:], torch.bfloat16).to(work)).clamp(-limit, limit)
+
+    def _nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        rows, columns = matrix_shape(shape)
+        return self.inner.nbytes(shape, dtype) + (2 * columns if rows > 1 else 0)
 
     def delta(self, numel: int) -> float | None:
         return self.inner.delta(numel)

@@ -28,6 +28,10 @@ class LowRank(Codec):
         if type(self.rank) is not int or self.rank < 1:
             raise UsageError(f"rank must be a positive integer, not {self.rank!r}")
 
+    @property
+    def warm_starts(self) -> bool:
+        return True
+
     def encode(self, x: Tensor, seed: int = 0, prev: Tensor | None = None) -> Tensor:
         """As Codec.encode; `prev` float[last dimension, rank] warm-starts the power step."""
         if not bool(is_finite(x)):

@@ -12,7 +12,6 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, is_finite
 from thinwire.codecs.exact import Identity
 from thinwire.codecs.frame import REFRESH, WARM
-from thinwire.codecs.lowrank import LowRank
 from thinwire.memory.ledger import Ledger
 from thinwire.memory.rule import Memory
 from thinwire.memory.stats import Stats
@@ -103,7 +102,7 @@ class Visits:
         self, key: Key, u: Tensor, seed: int, into: Tensor, later: bool
     ) -> tuple[Tensor, Tensor | bool]:
         """(body, finite). Low rank is warm-started by the right factor of the key's last message."""
-        if not isinstance(self.codec, LowRank):
+        if not self.codec.warm_starts:
             body, finite = self.codec.encode_flagged(u, seed, into)
             return body, finite if later else bool(finite)
         if not bool(is_finite(u)):

@@ -28,6 +28,7 @@ PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.parallel.bench_pip
 LIMIT = 600.0  # seconds for one launch beyond what is predicted
 PROBE = 20e6  # bit/s of the launch that finds how many bits the fp32 step waits for
 SHARES = "0.9,0.95,0.98,0.995"
+ABLATIONS = "ablations"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shares", default=SHARES, help="of the fp32 step on the exposed wire (%(default)s)")
     parser.add_argument("--rates", default="", help="of every host's link, instead of --shares; comma-separated")
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="1F1B", help="(%(default)s)")
-    parser.add_argument("--only", default="", metavar="WORDS", help="modes whose name contains one of these words")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="WORDS",
+        help='modes whose name contains one of these words; "ablations": all of ours',
+    )
     parser.add_argument("--seeds", type=int, default=3, help="paired runs for the loss; 0: no training (%(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="timed, cold and warm each; 0: no timing (%(default)s)")
     for name, text in (
@@ -193,6 +199,11 @@ def _setup(args: argparse.Namespace) -> Setup:
 def _chosen(only: str) -> dict[str, Mode]:
     words = [word.strip().lower() for word in only.split(",") if word.strip()]
     for word in words:
-        if not any(word in name.lower() for name in MODES):
+        if word != ABLATIONS and not any(word in name.lower() for name in MODES):
             raise UsageError(f"--only {word}: no mode's name contains it; there are {', '.join(MODES)}")
-    return {n: m for n, m in MODES.items() if not words or n == "fp32" or any(word in n.lower() for word in words)}
+
+    def chosen(name: str, mode: Mode) -> bool:
+        ours = ABLATIONS in words and (mode.ablation or name == "best")
+        return not words or name == "fp32" or ours or any(word in name.lower() for word in words)
+
+    return {name: mode for name, mode in MODES.items() if chosen(name, mode)}

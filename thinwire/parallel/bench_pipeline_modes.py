@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs import Cast, LowRank, Quantize, Rotated
+from thinwire.codecs import Cast, Centered, LowRank, Quantize, Rotated
 from thinwire.codecs.base import Codec
 from thinwire.codecs.frame import BYTES, bitmap_bytes
 from thinwire.memory import Delta, ErrorFeedback, Memory
@@ -63,10 +63,17 @@ MODES: dict[str, Mode] = {
     "lazy error": Mode(
         Wire(forward=BEST.forward, backward=Link(Quantize(3), ErrorFeedback())), (3, 3), ablation=True
     ),
-    "lazy by share": Mode(Wire(forward=BEST.forward, backward=Link(Quantize(3), "auto")), (3, 3), ablation=True),
+    "lazy by trial": Mode(Wire(forward=BEST.forward, backward=Link(Quantize(3), "auto")), (3, 3), ablation=True),
+    "centered": Mode(Wire(forward=BEST.forward, backward=Link(Centered(Quantize(3)))), (3, 3), ablation=True),
     "low rank 16": Mode(Wire(forward=BEST.forward, backward=Link(LowRank(16))), (3, 6), ablation=True),
     "low rank 16, lazy": Mode(
         Wire(forward=BEST.forward, backward=Link(LowRank(16), ErrorFeedback())), (3, 6), ablation=True
+    ),
+    "low rank 16, trial": Mode(
+        Wire(forward=BEST.forward, backward=Link(LowRank(16), "auto")), (3, 6), ablation=True
+    ),
+    "low rank 16, centered": Mode(
+        Wire(forward=BEST.forward, backward=Link(Centered(LowRank(16)))), (3, 6), ablation=True
     ),
     "epilogue": Mode(
         Wire(forward=BEST.forward, backward=Link(Quantize(3), when="epilogue")), (3, 3), ablation=True

@@ -9,7 +9,7 @@ from thinwire.parallel.bench_pipeline_modes import MODES
 from thinwire.report.show import table
 from thinwire.units import show_bytes, show_rate
 
-LOSS = ("mode", "seeds", "loss", "over fp32", "± 95 %", "warm")
+LOSS = ("mode", "seeds", "loss", "over fp32", "± 95 %", "each", "warm")
 LOSS_CAPTION = "over fp32: mean over paired seeds of the relative difference after the last epoch"
 COLUMNS = ("rate", "mode", "cold s", "warm s", "× fp32", "× bf16", "ideal", "5 epochs")
 CAPTION = (
@@ -36,7 +36,7 @@ def show(result: dict[str, Any], names: list[str]) -> None:
 
 
 def loss_cells(result: dict[str, Any], name: str) -> tuple[Any, ...] | None:
-    """(seeds, loss, relative difference to fp32, half its confidence interval, share of warm visits)."""
+    """(seeds, loss, relative difference to fp32, half its confidence interval, each seed's, share of warm visits)."""
     rows = [row for row in result["loss"] if row["mode"] == name]
     base = {row["seed"]: row["losses"][-1] for row in result["loss"] if row["mode"] == "fp32"}
     if not rows:
@@ -47,7 +47,9 @@ def loss_cells(result: dict[str, Any], name: str) -> tuple[Any, ...] | None:
     visits = summed(epoch for row in rows for epoch in row["epochs"])
     warm = visits["warm"] / (visits["warm"] + visits["cold"]) if visits["warm"] else None
     mean = statistics.fmean(row["losses"][-1] for row in rows)
-    return len(rows), mean, f"{100 * statistics.fmean(gaps):+.2f} %" if gaps else None, _percent(half), _percent(warm)
+    each = ", ".join(f"{100 * gap:+.2f}" for gap in gaps)
+    over = f"{100 * statistics.fmean(gaps):+.2f} %" if gaps else None
+    return len(rows), mean, over, _percent(half), each, _percent(warm)
 
 
 def _time_cells(result: dict[str, Any], row: dict[str, Any]) -> tuple[Any, ...]:

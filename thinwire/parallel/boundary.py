@@ -19,9 +19,9 @@ from thinwire.channel import Channel
 from thinwire.codecs import Identity
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
-from thinwire.memory import ErrorFeedback, Memory, Plain
+from thinwire.memory import Memory, Plain
 from thinwire.memory.store import Key
-from thinwire.parallel.lazy import MeanShare
+from thinwire.parallel.lazy import Trial
 from thinwire.wire import Link
 
 AS_IS = Link(Identity())
@@ -41,7 +41,8 @@ class Lane:
 
     def __init__(self, link: Link | None, name: str, end: str, seed: int) -> None:
         self.link, self.name, self.end, self.seed = link or AS_IS, name, end, seed
-        self.share = MeanShare(name) if self.link.memory == "auto" else None
+        tries = self.link.memory == "auto" and end == "send"
+        self.trial = Trial(name, self.link.codec, seed) if tries else None
         if self.memory.refresh:
             raise UsageError(f"{name}: {self.memory.name} sends in full at random; a pipeline takes other memories")
         self.coded: dict[int, Channel] = {}
@@ -53,10 +54,10 @@ class Lane:
 
     @property
     def memory(self) -> Memory:
-        """ "auto" is lazy error until its share of the mean activation says otherwise."""
+        """ "auto" is what the trial of lazy error says; the receiving end need not know."""
         if isinstance(self.link.memory, Memory):
             return self.link.memory
-        return Plain() if self.share is not None and self.share.lazy is False else ErrorFeedback()
+        return Plain() if self.trial is None else self.trial.memory
 
     @property
     def per_sample(self) -> bool:
@@ -73,8 +74,8 @@ class Lane:
         frame = channel.send(key, x, nonfinite="later")
         if channel.stats.nonfinite > before:
             self.faults.append(f"{self.name}, micro-batch {part.microbatch}: NaN or Inf")
-        elif self.share is not None and part.coded:
-            self.share.note_error(index, channel.ledger.read("e", key) if isinstance(key, str) else None)
+        elif self.trial is not None and part.coded:
+            self.trial.note_message(part.microbatch, index, x)
         return frame
 
     def expect(self, part: Part, index: int, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -149,9 +150,8 @@ class Lane:
 
     def begin(self, step: int) -> None:
         self.step, self.faults, self._lost = step, [], []
-        if self.share is not None and self.share.lazy is False:
-            for channel in self.coded.values():
-                channel.memory = channel.visits.memory = Plain()
+        if self.trial is not None:
+            self.trial.begin(step)
         for _, channel in self.channels():
             channel.begin(step)
 
@@ -167,8 +167,17 @@ class Lane:
                 channel.ledger.rollback()
         for channel, key in self._lost:
             channel.ledger.forget(key)
-        if keep and self.share is not None:
-            self.share.decide()
+        if self.trial is not None:
+            self.trial.end_step(keep)
+            self._change_memory(self.trial.memory)
+
+    def _change_memory(self, memory: Memory) -> None:
+        """From the next step on; residuals of another memory are dropped."""
+        for channel in self.coded.values():
+            if channel.memory != memory:
+                channel.memory = channel.visits.memory = memory
+                for key in list(channel.ledger.stores["e"]):
+                    channel.ledger.stores["e"].forget(key)
 
     def rescale(self, factor: float) -> None:
         """The loss scale has changed by `factor`, and with it the unit of the residuals."""
@@ -216,16 +225,17 @@ class Lane:
     # --- checkpoints
 
     def state_dict(self, stores: bool) -> dict[str, Tensor]:
-        out = self.share.state_dict() if self.share is not None else {}
+        out = self.trial.state_dict() if self.trial is not None else {}
         for name, channel in self.channels():
             state = channel.state_dict(stores)
             out |= {f"{name}/{key}": value for key, value in state.items()}
         return out
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if self.share is not None and "share" in state:
-            self.share.load_state_dict(state)
-        kinds = {name.partition("/")[0] for name in state if name.partition("/")[2]}
+        if self.trial is not None and "trial" in state:
+            self.trial.load_state_dict(state)
+            self._change_memory(self.trial.memory)
+        kinds = {name.partition("/")[0] for name in state if name.startswith(("coded", "exact"))}
         for kind in kinds:
             index = int(kind.removeprefix("coded").removeprefix("exact"))
             channel = self._channel(Part(0, None, kind.startswith("coded")), index)

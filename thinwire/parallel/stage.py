@@ -273,9 +273,9 @@ class CompressedStage(PipelineStage):
 
     def _note_activations(self, tensors: list[Tensor], chunk: int) -> None:
         lane = self.lanes.backward_out
-        if lane is not None and lane.share is not None and self.has_backward:
+        if lane is not None and lane.trial is not None and self.has_backward:
             for i, tensor in enumerate(t for t in tensors if t.is_floating_point()):
-                lane.share.note_activation(i, tensor)
+                lane.trial.note_activation(chunk, i, tensor)
 
     # --- shapes of a batch unlike the first
 

@@ -78,6 +78,8 @@ class Trial:
     def note_message(self, microbatch: int, index: int, g: Tensor) -> None:
         """g: float[rows, …, width], which is being sent. In the shadows ĝ − g = residual before − after."""
         a = self._seen.pop((microbatch, index), None)
+        if a is not None and a.is_cuda:
+            a.record_stream(torch.cuda.current_stream(a.device))  # made by the computation's stream, used by the road's
         for kind, shadow in self._shadows.items():
             before = shadow.ledger.read("e", str(index))
             shadow.send(str(index), g, nonfinite="later")

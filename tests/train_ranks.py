@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from numba.core.dispatcher import Dispatcher
 
 from thinwire.parallel.boundary import AS_IS
 from thinwire.train import auto
@@ -83,6 +85,35 @@ def compressed(configs: list[TrainConfig]) -> list[set[int]]:
         out.append({int(name.split(".")[2]) for name in names})
         update.close()
     return out
+
+
+def compiled(configs: list[TrainConfig]) -> list[dict[str, list[str]]]:
+    """Of every run, the kernels that were compiled or loaded: before anything was timed, while the ranks measured, and
+    in the steps."""
+    return [_compiled(config) for config in configs]
+
+
+def _compiled(config: TrainConfig) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {"before": [], "measuring": [], "steps": []}
+    phase, compile_, measure = ["before"], Dispatcher.compile, auto.measure
+
+    def noted(self: Any, signature: Any) -> Any:
+        found[phase[0]].append(self.__name__)
+        return compile_(self, signature)
+
+    def measured(*args: Any) -> Any:
+        phase[0] = "measuring"
+        out = measure(*args)
+        phase[0] = "before"
+        return out
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    with mock.patch.object(Dispatcher, "compile", noted), mock.patch.object(auto, "measure", measured):
+        trainer = Trainer(config, say=lambda line: None)
+        phase[0] = "steps"
+        trainer.fit()
+    return found
 
 
 class Decided(NamedTuple):

@@ -32,6 +32,7 @@ from thinwire.errors import UsageError
 from thinwire.parallel.agree import check_agreement, dense, describe, describe_parameters
 from thinwire.parallel.checkpoint import PerRank
 from thinwire.parallel.exchange import Exchange
+from thinwire.parallel.rehearse import rehearse_averaging
 from thinwire.wire import Reduction, Wire
 
 SETTLED = 0.04  # "auto": ‖v‖ has changed by less than this share in the last 1/(1−β₂) steps
@@ -131,6 +132,7 @@ class FrozenAdam(torch.optim.Optimizer):
             "seed": repr(self.seed), "freeze_after": repr(self.freeze_after), "floor": repr(self.floor),
         }  # fmt: skip
         check_agreement("FrozenAdam", config | describe_parameters(self.parameters), self.group)
+        rehearse_averaging("momenta", self.reduction, self.parameters, self.size)
         before = self.exchange
         self.exchange = Exchange(shapes, self.reduction, self.group, self.seed)
         if before is not None:

@@ -21,6 +21,7 @@ import thinwire.collectives.groups as groups
 
 State = dict[str, Tensor]
 
+ALONE = object()  # taken wherever a group is: one of this member only, in which nothing is sent
 BUCKET = 4  # peers a message is exchanged with before those of the next are waited for
 
 
@@ -60,14 +61,14 @@ def unmetered(group: Any, nbytes: int = 0) -> Any:
     return group.group
 
 
-def is_alone() -> bool:
-    """Is there no process group at all?"""
-    return not dist.is_available() or not dist.is_initialized()
+def is_alone(group: Any = None) -> bool:
+    """Is there no process group at all, or is it ALONE?"""
+    return not dist.is_available() or not dist.is_initialized() or unmetered(group) is ALONE
 
 
 def world(group: Any) -> tuple[int, int]:
     """(members, this member's rank in the group); (1, 0) without torch.distributed."""
-    if is_alone():
+    if is_alone(group):
         return 1, 0
     group = unmetered(group)
     return dist.get_world_size(group), dist.get_rank(group)

@@ -85,8 +85,8 @@ class Hierarchical(Collective):
 
     def _groups(self, group: Any) -> tuple[Any, Any]:
         """(this host's members, the members of all hosts with this one's place)."""
-        if is_alone():
-            return None, None
+        if is_alone(group):
+            return unmetered(group), unmetered(group)
         (size, rank), group = world(group), whole(unmetered(group))
         if size % self.per_host:
             raise UsageError(f"per_host {self.per_host}: {size} members do not fill hosts of that size")

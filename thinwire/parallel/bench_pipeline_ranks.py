@@ -145,7 +145,7 @@ class Rank:
             stage: PipelineStage = PipelineStage(module, self.rank, setup.stages, device)
         else:
             stage = CompressedStage(module, self.rank, setup.stages, device, wire=mode.wire, seed=setup.seed)
-            self.pipe = Pipeline([stage], plan=Plan(name))
+            self.pipe = Pipeline([stage], plan=Plan(name), row=(setup.length, setup.width))
         self.schedule = SCHEDULES[name](stage, setup.microbatches, loss_fn=loss_of)
         self.optimiser = torch.optim.AdamW(module.parameters(), lr=setup.rate)
 

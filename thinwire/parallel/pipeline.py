@@ -29,6 +29,7 @@ from thinwire.parallel.boundary import Lane
 from thinwire.parallel.meet import Meeting, meet
 from thinwire.parallel.overlap import Road, make_roads
 from thinwire.parallel.prefetch import Prefetch
+from thinwire.parallel.rehearse import rehearse_messages
 from thinwire.parallel.saved import own_part, restore, state_of
 from thinwire.parallel.shapes import Shapes
 from thinwire.parallel.stage import CompressedStage
@@ -48,7 +49,8 @@ class Pipeline:
     memory is left alone either way. `plan`: for when="critical". `scale` gives the loss scale of the step, so that
     residuals are kept in the gradient's own unit. `samples` in the data set: for the estimate of the stores' size,
     which goes through `say`: before the first step if `row`, the shape of one sample's activation, is given (a disk
-    without room for it is then an error), else after it. `overlap`: frames travel beside the computation (overlap.py).
+    without room for it is then an error), else after it. With `row` kernels are compiled here, without it in the steps
+    that first need them. `overlap`: frames travel beside the computation (overlap.py).
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class Pipeline:
         self._prefetch, self._met = Prefetch(), False
         for stage in self.stages:
             stage.pipeline = self
+        if self.row is not None:
+            rehearse_messages(self.stages[0].wire, self.stages[0].submod, self.row, say)
 
     # --- the bracket
 

@@ -27,6 +27,7 @@ from thinwire.errors import UsageError
 from thinwire.parallel.agree import by_name, check_agreement, dense, describe, describe_parameters
 from thinwire.parallel.checkpoint import PerRank
 from thinwire.parallel.exchange import Exchange
+from thinwire.parallel.rehearse import rehearse_averaging
 from thinwire.parallel.thread import CommunicationThread
 from thinwire.parallel.units import Unit
 from thinwire.wire import Reduction, Wire
@@ -59,6 +60,7 @@ class Reducer:
         self.group = twin(group) if self.size > 1 else None
         self.beside = twin(beside) if beside is not None and world(beside)[0] > 1 else None
         self.first = self.rank == 0 and (self.beside is None or world(self.beside)[1] == 0)
+        rehearse_averaging("gradients", self.reduction, self.parameters, self.size)
         self.exchange = Exchange(shapes, self.reduction, self.group, seed)
         self.order = list(reversed(self.exchange.units))
         self.home = {p: (unit, span) for unit in self.order for p, span, _ in unit.spans()}

@@ -86,17 +86,20 @@ def decide(
     found = None if kept is None else Decision.unpack(kept)
     if found is not None and found.run == _run(config):
         return found
-    tables = rungs(config)
-    forms = {
-        kind: [*(getattr(Wire.of({kind: table}), kind) for table in tables[kind][:-1]), getattr(wire, kind)]
-        for kind in KINDS
-    }
-    measured = measure(config, forms, mesh, stages, named)
-    told: list[Any] = [decision(config, wire, tables, measured) if dist.get_rank() == 0 else None]
+    measured = measure(config, forms(config, wire), mesh, stages, named)
+    told: list[Any] = [decision(config, wire, rungs(config), measured) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told)
     say(describe(told[0]))
     chosen: Decision = told[0]
     return chosen
+
+
+def forms(config: TrainConfig, wire: Wire) -> dict[str, list[Any]]:
+    """The same as Links and Reductions, None for exact; the last is the wire's own."""
+    return {
+        kind: [*(getattr(Wire.of({kind: table}), kind) for table in tables[:-1]), getattr(wire, kind)]
+        for kind, tables in rungs(config).items()
+    }
 
 
 def rungs(config: TrainConfig) -> dict[str, list[Table]]:

@@ -169,7 +169,7 @@ class Bench:
         for host in range(RANKS):
             network.set_rate(host, "unlimited")
         taken = [e["step_seconds"] for e in events if e["kind"] == "step"]
-        cold = statistics.median(taken[1:TIMED_BATCHES])  # the first compiles and allocates
+        cold = statistics.median(taken[1:TIMED_BATCHES])  # the first allocates
         warm = cold if plain else statistics.median(taken[TIMED_BATCHES:])
         return {"wire": wire, "rate": rate, "cold": cold, "warm": warm}
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from thinwire.collectives import Dense
 from thinwire.errors import UsageError
 from thinwire.parallel.agree import check_agreement
+from thinwire.parallel.rehearse import rehearse
 from thinwire.parallel.when import Plan
 from thinwire.stages import SLACK, chosen_stages
 from thinwire.train import tensor
-from thinwire.train.auto import Decision, check_auto, decide, is_asked
+from thinwire.train.auto import Decision, check_auto, decide, forms, is_asked
 from thinwire.train.batches import Batches
 from thinwire.train.config import TrainConfig
 from thinwire.train.engine import Alone, Piped
@@ -112,6 +113,7 @@ def build(config: TrainConfig, checked: Checked, say: Callable[[str], None], kep
     stages = build_stages(blueprint, mine, config.run.seed, config.run.device, config.run.recompute, cut)
     named = tensor.local_parameters(named_parameters(stages))
     wire = with_fitting_rank(checked.wire, named, say)
+    _rehearse(config, wire, stages, named, say)
     decision = decide(config, wire, mesh, stages, named, kept, say)
     if decision is not None and wire.auto:
         wire = _with_embedding(with_fitting_rank(Wire.of(decision.wire), named, say), config, blueprint)
@@ -124,6 +126,22 @@ def build(config: TrainConfig, checked: Checked, say: Callable[[str], None], kep
     update = Update(config, select(config, wire, decision, stages, named), mesh, named, _tied(stages))
     steps = total_steps(config.optim, batches.steps_per_epoch)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
+
+
+def _rehearse(
+    config: TrainConfig, wire: Wire, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter],
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Compile all kernels that the run may need, before anything is measured or timed."""
+    if config.mesh.ranks == 1:
+        return
+    kinds, some = forms(config, wire), next(iter(stages.values()))
+    links = [link for way in ("forward", "backward") for link in kinds[way]] if config.mesh.pp > 1 else []
+    rehearse(
+        "the wire", say, links, [*kinds["gradient"], *kinds["embedding"]], like=next(some.parameters()),
+        row=(config.data.seq_len, some.config.hidden_size // config.mesh.tp),
+        shapes={name: tuple(p.shape) for name, p in named.items()},
+    )  # fmt: skip
 
 
 def _tied(stages: Mapping[int, Stage]) -> str | None:

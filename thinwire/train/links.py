@@ -26,7 +26,7 @@ SMALLEST, LARGEST = 1 << 14, 1 << 25  # bytes
 LONG_ENOUGH = 0.3  # seconds of one message
 PINGS = 8
 FEWEST, MORE = 1 << 14, 4  # values of the first exchange, and how many times as many the next has
-ROUNDS = 2  # of an exchange; the last counts, the first allocates and compiles
+ROUNDS = 2  # of an exchange; the last counts, the first allocates
 EXACT = Reduction(Dense())
 
 

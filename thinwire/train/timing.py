@@ -28,7 +28,7 @@ from thinwire.train.mesh import Mesh
 from thinwire.train.stage import Stage
 from thinwire.wire import Link, Reduction
 
-ROUNDS = 3  # of every measurement; the first allocates and compiles, the fastest of the others counts
+ROUNDS = 3  # of every measurement; the first allocates, the fastest of the others counts
 WAYS = {"forward": 1, "backward": -1}  # kinds of messages, and how many stages ahead they go
 Rungs = Mapping[str, Sequence[Any]]  # by kind of traffic: Links or Reductions, None for exact
 

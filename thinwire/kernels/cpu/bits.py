@@ -31,6 +31,13 @@ def unpack_ones(wire, flags):
             eight[j] = (byte >> np.uint8(j)) & np.uint8(1)
 
 
+@inline
+def copy_codes(codes, out):
+    """A loop: for `out[:n] = codes` Numba compiles the words of its error message too, five seconds of them."""
+    for i in range(codes.size):
+        out[i] = codes[i]
+
+
 @parallel
 def _pack(codes, out, bits):
     for run in prange((codes.size + RUN - 1) // RUN):
@@ -40,7 +47,7 @@ def _pack(codes, out, bits):
             pack_ones(part, target)
         else:
             padded = np.zeros((part.size + 7) // 8 * 8, np.uint8)
-            padded[: part.size] = part
+            copy_codes(part, padded)
             pack_block(padded, bits, target)
 
 
@@ -54,7 +61,7 @@ def _unpack(wire, out, bits):
         else:
             padded = np.empty((part.size + 7) // 8 * 8, np.uint8)
             unpack_block(source, bits, padded)
-            part[:] = padded[: part.size]
+            copy_codes(padded[: part.size], part)
 
 
 def pack(codes, bits):

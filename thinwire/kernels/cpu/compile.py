@@ -8,14 +8,16 @@ temporary one: a read-only install still works.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import IO, Any
 
 import numba
 import numpy as np
@@ -50,6 +52,7 @@ numba.config.THREADING_LAYER = "omp"
 numba.config.CACHE_DIR = CACHE_DIRECTORY = _cache_directory()
 
 _owner: dict[str, int] = {}  # the process that ran the first parallel kernel: OpenMP's threads belong to it
+_kernels: list[Any] = []  # all that `parallel` made
 
 OPTIONS: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"}
 
@@ -71,14 +74,48 @@ def parallel(function: Callable) -> Any:
 
     def call(*args: Any) -> Any:
         small = all(a.size < PARALLEL_VALUES for a in args if isinstance(a, np.ndarray))
-        threads = 1 if small else min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-        if threads == 1 or os.getpid() != _owner.setdefault("pid", os.getpid()):
+        threads = 1 if small else _threads()
+        if threads == 1:
             return one(*args)
         numba.set_num_threads(threads)
         return many(*args)
 
     call.many, call.one = many, one
+    _kernels.append(call)
     return call
+
+
+def _threads() -> int:
+    """That a kernel on large arrays runs on, in this process."""
+    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    return 1 if threads == 1 or os.getpid() != _owner.setdefault("pid", os.getpid()) else threads
+
+
+@contextmanager
+def compiled_once() -> Iterator[None]:
+    """Around first calls of kernels, on small arrays: what they compile is then compiled for many threads as well,
+    where large arrays will need that.
+
+    Ranks of one machine would all compile the same at the same time. The first to come here locks the cache's folder,
+    the others wait for it and load what it compiled.
+    """
+    with (Path(CACHE_DIRECTORY) / "lock").open("wb") as file:
+        _lock(file)
+        yield
+        if _threads() > 1:
+            for kernel in _kernels:
+                for signature in kernel.one.signatures:
+                    kernel.many.compile(signature)
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Until it is closed: alone if nobody has it, else together with all who waited."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fcntl.flock(file, fcntl.LOCK_SH)
+    except OSError:  # a file system without locks, as Lustre may be: every process compiles for itself
+        return
 
 
 def _renamed(function: Callable, suffix: str) -> Callable:

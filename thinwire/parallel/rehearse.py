@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -36,15 +35,17 @@ def rehearse(
     what: str, say: Callable[[str], None], links: Iterable[Link | None], reductions: Iterable[Reduction | None],
     *, row: Sequence[int] = (), shapes: Mapping[str, Shape] | None = None, like: Tensor,
 ) -> None:  # fmt: skip
-    """Messages of links (None: exact) for samples of shape `row`, exchanges of tensors of these `shapes`; in the dtype
-    and on the device of `like`. `say` gets a line where it took long."""
+    """Messages of links (None: exact) for samples of shape `row`, exchanges of tensors of these `shapes`, in the dtype
+    of `like`. `say` gets a line where it took long. On the CPU only: what Triton compiles depends on sizes too."""
+    if like.device.type != "cpu":
+        return
     began = time.perf_counter()
-    with torch.no_grad(), compiled_once() if like.device.type == "cpu" else nullcontext():
+    with torch.no_grad(), compiled_once():
         for link in links:
-            _rehearse_link(link, _values((len(SAMPLES), *row), like.dtype, like.device))
+            _rehearse_link(link, _values((len(SAMPLES), *row), like.dtype))
         for reduction in reductions:
             if reduction is not None:
-                _rehearse_reduction(reduction, shapes or {}, like)
+                _rehearse_reduction(reduction, shapes or {}, torch.promote_types(like.dtype, torch.float32))
     took = time.perf_counter() - began
     if took > NOTICEABLE:
         say(f"kernels for {what}: {took:.1f} s (compiled once a folder, loaded after that)")
@@ -66,7 +67,7 @@ def rehearse_messages(wire: Wire, module: nn.Module, row: Sequence[int], say: Ca
 def _rehearse_link(link: Link | None, x: Tensor) -> None:
     """x: float[samples, …]."""
     if link is not None and isinstance(link.memory, Memory):
-        link = replace(link, memory=replace(link.memory, path=None))
+        link = replace(link, memory=replace(link.memory, path=None, capacity=1.0, fixed=None))
     sender, receiver = (Lane(link, "rehearsed", end, 0) for end in ("send", "recv"))
     part = Part(0, SAMPLES, True)
     for step in range(STEPS):
@@ -79,13 +80,13 @@ def _rehearse_link(link: Link | None, x: Tensor) -> None:
             lane.end_step(keep=True)
 
 
-def _rehearse_reduction(reduction: Reduction, shapes: Mapping[str, Shape], like: Tensor) -> None:
+def _rehearse_reduction(reduction: Reduction, shapes: Mapping[str, Shape], dtype: torch.dtype) -> None:
     """Of the smallest unit that is compressed, if any is."""
     units = (unit for unit in make_units(shapes, reduction) if unit.numel and not unit.exact)
     unit = min(units, key=lambda unit: unit.numel, default=None)
     if unit is None:
         return
-    x = _values((unit.numel,), torch.promote_types(like.dtype, torch.float32), like.device)
+    x = _values((unit.numel,), dtype)
     channel = Channel(reduction.collective.for_shapes(unit.shapes), reduction.memory, name="rehearsed")
     for step in range(STEPS):
         channel.begin(step)
@@ -94,5 +95,5 @@ def _rehearse_reduction(reduction: Reduction, shapes: Mapping[str, Shape], like:
         channel.commit()
 
 
-def _values(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.linspace(-1, 1, math.prod(shape), dtype=dtype, device=device).reshape(tuple(shape))
+def _values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.linspace(-1, 1, math.prod(shape), dtype=dtype).reshape(tuple(shape))

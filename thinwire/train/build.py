@@ -132,7 +132,7 @@ def _rehearse(
     config: TrainConfig, wire: Wire, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter],
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Compile all kernels that the run may need, before anything is measured or timed."""
+    """Compile all kernels that the run may need before anything is measured or timed, in one go."""
     if config.mesh.ranks == 1:
         return
     kinds, some = forms(config, wire), next(iter(stages.values()))

@@ -28,15 +28,13 @@ def test_no_kernel_is_new_in_a_step(tmp_path):
     """Be it compiled or loaded: all that steps call, cold and warm, and that the planner times, was called before. Each
     wire has processes of its own, which know no other's kernels."""
     coded = {**MAX, "gradient": {**MAX["gradient"], "values": "bf16", "indices": "coded"}}
-    wires = {
-        "max": {"preset": "max"}, "oktopk": {"preset": "paper-oktopk"}, "sparse": coded, "auto": {"auto": True},
-    }  # fmt: skip
+    wires = {"max": {"preset": "max"}, "sparse": coded, "auto": {"auto": True}}
     with Network(hosts=4, preload=PRELOAD) as net:
         for name, wire in wires.items():
             config = settings(tmp_path / name, wire, mesh=SQUARE, data=FEW, optim={"steps": 5})
             for (found,) in net.run(compiled, [config], timeout=100, echo=False):
                 assert found["before"] and not found["measuring"] + found["steps"], (name, found)
-            if name in ("max", "sparse"):
+            if name != "auto":  # which compresses nothing on this network
                 last = [e for e in read_events(tmp_path / name / "metrics.jsonl") if e["kind"] == "step"][-1]
                 assert last["hit_rate"] > 0, "no step met a sample again"
 

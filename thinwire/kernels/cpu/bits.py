@@ -33,7 +33,7 @@ def unpack_ones(wire, flags):
 
 @inline
 def copy_codes(codes, out):
-    """A loop: for `out[:n] = codes` Numba compiles the words of its error message too, five seconds of them."""
+    """A loop: for `out[:n] = codes` Numba compiles the words of its error message too, for two seconds."""
     for i in range(codes.size):
         out[i] = codes[i]
 

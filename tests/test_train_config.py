@@ -17,9 +17,9 @@ from thinwire.train.config import SECTIONS, LoraConfig, TrainConfig, init_text, 
 
 def test_init_text_parses_to_the_defaults_but_for_a_start() -> None:
     read, plain = read_config(tomllib.loads(init_text())), TrainConfig()
-    assert read.mesh.ranks == 4 and read.optim.steps == 200 and read.wire == {"preset": "max"}
-    mesh, optim = dataclasses.replace(read.mesh, dp=1, pp=1), dataclasses.replace(read.optim, steps=None)
-    assert dataclasses.replace(read, mesh=mesh, optim=optim, wire={}) == plain
+    assert read.mesh.ranks == 4 and read.data.samples == 800 and read.wire == {"preset": "max"}
+    mesh, data = dataclasses.replace(read.mesh, dp=1, pp=1), dataclasses.replace(read.data, samples=0)
+    assert dataclasses.replace(read, mesh=mesh, data=data, wire={}) == plain
 
 
 def test_init_text_names_every_key() -> None:
@@ -41,7 +41,7 @@ def test_commented_examples_are_allowed_values() -> None:
         schedule = 'schedule = "Interleaved1F1B"\n' if line.startswith("virtual") else ""
         read_config(tomllib.loads(f"[{section}]\n{schedule}{line}\n{lora}"))
         tried += 1
-    assert tried == 5
+    assert tried == 6
 
 
 def test_the_lora_table_uncommented() -> None:

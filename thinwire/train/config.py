@@ -199,7 +199,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelConfig, "data": DataConfig, "mesh": MeshConfig, "optim": OptimConfig, "run": RunConfig,
 }  # fmt: skip
 
-START: dict[str, dict[str, Any]] = {"mesh": {"dp": 2, "pp": 2}, "optim": {"steps": 200}}  # a first run, in minutes
+START: dict[str, dict[str, Any]] = {"mesh": {"dp": 2, "pp": 2}, "data": {"samples": 800}}  # a first run, in minutes
 WIRE = f"""\
 [wire]                       # what crosses the slow network; a preset, or a table for each kind of traffic
 preset = "max"               # auto, {", ".join(PRESETS)}
@@ -209,7 +209,7 @@ preset = "max"               # auto, {", ".join(PRESETS)}
 
 def init_text() -> str:
     """What `thinwire train --init` writes: every key and what it means. Values are the defaults, but for a mesh of four
-    ranks, 200 steps and a wire (default: one rank, `epochs`, and nothing compressed)."""
+    ranks, so few samples that they come again, and a wire (default: one rank, all samples, and nothing compressed)."""
     head = "# A training run, as `thinwire train` reads it. Files are looked for beside this one.\n"
     sections = (template(cls, name, START.get(name, {})) for name, cls in SECTIONS.items())
     return "\n".join([head, *sections, WIRE])

@@ -119,6 +119,9 @@ def test_resuming_on_another_mesh(tmp_path):
                 again.append((settings(out, wire, mesh=mesh), True))
         merged(net.run(several, again, timeout=120, echo=False))
     for shape in meshes:
+        last = [e for e in read_events(tmp_path / f"off-{shape}" / "metrics.jsonl") if e["kind"] == "step"][-1]
+        sent = sum(last[f"{kind}_bytes"] for kind in ("forward", "backward", "gradient", "embedding"))
+        assert 0.97 < last["raw_bytes"] / sent < 1.03, shape  # nothing is compressed
         for (step, a), (_, b) in zip(losses(tmp_path / f"off-{shape}"), losses(tmp_path / "off")[6:]):
             assert abs(a - b) < 1e-5, (shape, step, a, b)
         assert [s for s, _ in losses(tmp_path / f"max-{shape}")] == [7, 8, 9]

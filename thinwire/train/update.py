@@ -129,7 +129,7 @@ class Update:
     @property
     def raw_sent(self) -> int:
         """What exact all-reduces in fp32 would have sent so far."""
-        own = sum(_ring(exchange) * exchange.steps for exchange in self._exchanges())
+        own = sum(_ring(exchange, self.config.mesh.dp) * exchange.steps for exchange in self._exchanges())
         return own + (self.tied.raw_sent if self.tied else 0)
 
     @property
@@ -241,6 +241,5 @@ def _squares(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
 
-def _ring(exchange: Exchange) -> int:
-    size, _ = world(exchange.group)
-    return 2 * 4 * sum(unit.numel for unit in exchange.units) * (size - 1) // size
+def _ring(exchange: Exchange, replicas: int) -> int:
+    return 2 * 4 * sum(unit.numel for unit in exchange.units) * (replicas - 1) // replicas

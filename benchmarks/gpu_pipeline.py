@@ -70,7 +70,8 @@ WIRES: dict[str, Any] = {
     "ours 3/3, codecs in turn": {"forward": delta(3, quantize(8)), "backward": quantize(3)},
     "ours 3/3, host store": {"forward": delta(3, quantize(8), host=True), "backward": quantize(3)},
 }
-DEPTH = 3  # micro-batches in flight at a stage beyond those at the next, if the name does not say
+DEPTH = 3  # micro-batches in flight at a stage beyond those at the next, if the name does not say,
+SLOW_RATE, SLOW_DEPTH = 125e6, 2  # and at rates from this one down
 IN_TURN = ("fp32, torch", "ours 3/3, torch's order")  # torch's own order of sending and computing
 ALL, THIN = tuple(WIRES)[:7], ("AQ 4/8", "AQ 3/6", "ours 3/3")
 OURS, HOST = THIN[2:], "ours 3/3, host store"
@@ -84,7 +85,10 @@ REST: list[tuple[str, tuple[str, ...]]] = [  # a second run: rates of a quarter,
 ]  # fmt: skip
 DEPTHS = (*OURS, "ours 3/3, depth 2", "ours 3/3, depth 4")
 CODECS: list[tuple[str, tuple[str, ...]]] = [
-    (rate, (*OURS, "ours 3/3, codecs in turn")) for rate in ("unlimited", "1gbit", "300mbit", "unlimited", "300mbit")
+    (rate, (*OURS, "ours 3/3, codecs in turn")) for rate in (*("unlimited", "300mbit") * 2, "1gbit", "unlimited")
+]
+JUMBO: list[tuple[str, tuple[str, ...]]] = [
+    (rate, OURS) for rate in ("unlimited", "500mbit", "300mbit", "250mbit", "125mbit", "100mbit", "75mbit", "25mbit")
 ]
 AHEAD: list[tuple[str, tuple[str, ...]]] = [(rate, DEPTHS) for rate in ("unlimited", "300mbit", "250mbit", "100mbit")]
 
@@ -165,7 +169,7 @@ class Run:
 
     def __init__(self, name: str, module: nn.Module, size: Size, device: torch.device) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        self.first, self.last, self.size, self.pipe = rank == 0, rank == ranks - 1, size, None
+        self.first, self.last, self.size, self.pipe, self.name = rank == 0, rank == ranks - 1, size, None, name
         if WIRES[name] is None:
             self.stage: Any = PipelineStage(module, rank, ranks, device)
         else:
@@ -176,11 +180,15 @@ class Run:
             if "codecs in turn" in name:
                 self.stage.roads = {way: InTurn(r.group, r.peer, r.stream) for way, r in Run.roads.items()}
         self.schedule = Schedule1F1B(self.stage, size.microbatches, loss_fn=loss_of)
-        if name not in IN_TURN:
-            run_ahead(self.schedule, int(name.partition("depth ")[2] or DEPTH))
+        self.set_depth(None)
         g = torch.Generator().manual_seed(1)
         tokens = torch.randint(0, size.vocabulary, (size.microbatches, size.length + 1), generator=g).to(device)
         self.x, self.y = tokens[:, :-1], tokens[:, 1:]
+
+    def set_depth(self, rate: float | None) -> None:
+        if self.name not in IN_TURN:
+            usual = SLOW_DEPTH if rate and rate <= SLOW_RATE else DEPTH
+            run_ahead(self.schedule, int(self.name.partition("depth ")[2] or usual))
 
     def step(self, optimiser: torch.optim.Optimizer) -> None:
         optimiser.zero_grad()
@@ -247,7 +255,9 @@ def timed(run: Run, optimiser: torch.optim.Optimizer, steps: int, device: torch.
     return meet(took) / steps, meet(left) / steps
 
 
-def rank_main(device_name: str, folder: str, size: Size, cells: Any, seconds: float) -> list[dict[str, Any]]:
+def rank_main(
+    device_name: str, folder: str, size: Size, cells: Any, traced: bool, seconds: float
+) -> list[dict[str, Any]]:
     began = time.monotonic()
     device = gpu_ranks.join(device_name, seconds=45.0)
     asker, rank = Asker(folder), dist.get_rank()
@@ -273,6 +283,7 @@ def rank_main(device_name: str, folder: str, size: Size, cells: Any, seconds: fl
             if meet(time.monotonic() - began) + guess > seconds:
                 continue
             steps = 3 if guess < 3 else 1
+            runs[name].set_depth(bits)
             took, left = timed(runs[name], optimiser, steps, device)
             if rate == "unlimited":
                 unshaped[name] = took
@@ -285,7 +296,7 @@ def rank_main(device_name: str, folder: str, size: Size, cells: Any, seconds: fl
             table.append(row)
             if rank == 0:
                 print("row " + json.dumps(row), flush=True)
-    if device.type == "cuda" and "ours 3/3" in runs:
+    if device.type == "cuda" and traced:
         ours = runs["ours 3/3"]
         for rate in gpu_trace.RATES:
             asker.rate(rate)
@@ -312,10 +323,12 @@ def shared_card(device: str) -> Iterator[bool]:
             subprocess.run([control], input="quit\n", text=True)
 
 
-def on_links(function: Callable[..., Any], ranks: int, device: str, seconds: float, *arguments: Any) -> Any:
+def on_links(
+    function: Callable[..., Any], ranks: int, device: str, seconds: float, *arguments: Any, mtu: int = 1500
+) -> Any:
     """function(device, folder, *arguments, seconds) on hosts of the lab, whose links' rates it may ask to change."""
     folder, served = Path(tempfile.mkdtemp()), 0
-    with Network(hosts=ranks, preload=PRELOAD) as net:
+    with Network(hosts=ranks, mtu=mtu, preload=PRELOAD) as net:
         extra = {
             "CUDA_DEVICE_MAX_CONNECTIONS": str(64 // ranks),  # queues of the card, which all ranks share
             "NCCL_NVLS_ENABLE": "0",
@@ -336,11 +349,11 @@ def on_links(function: Callable[..., Any], ranks: int, device: str, seconds: flo
 
 
 def measure(
-    device: str = "cuda", seconds: float = 300.0, size: Size | None = None, cells: Any = None
+    device: str = "cuda", seconds: float = 300.0, size: Size | None = None, cells: Any = None, mtu: int = 1500
 ) -> dict[str, Any]:
     size = size or Size()
     with shared_card(device) as shared:
-        tables = on_links(rank_main, RANKS, device, seconds, size, cells or CELLS)
+        tables = on_links(rank_main, RANKS, device, seconds, size, cells or CELLS, cells is None, mtu=mtu)
     rows = [row for row in tables[0] if "rate" in row]
     traces = [{"rank": rank} | row for rank, table in enumerate(tables) for row in table if "trace" in row]
     print(f"{'rate':>10} {'method':24}{'s a step':>9}{'seq/s':>8}{'MB':>8}{'× bound':>9}{'on link':>9}{'× bound':>9}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -86,6 +87,27 @@ def round_trip(count: int) -> float:
             peer.recv(1)
             best = min(best, time.perf_counter() - began)
         return best
+
+
+def whole_packet(size: int) -> int:
+    """Bytes that arrive of a packet of the other rank's that must not be cut; 0 where the device refuses it."""
+    other = ("host0" if os.environ["RANK"] == "1" else "host1", 5003)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
+        port.settimeout(0.2)
+        port.setsockopt(socket.IPPROTO_IP, 10, 2)  # IP_MTU_DISCOVER: never cut
+        port.bind(("", 5003))
+        for _ in range(50):  # until the other one is there
+            try:
+                port.sendto(bytes(size), other)
+                came = len(port.recv(1 << 16))
+                port.sendto(bytes(size), other)  # it may not have been there for the first
+                return came
+            except TimeoutError:
+                continue
+            except OSError as error:
+                assert error.errno == errno.EMSGSIZE
+                return 0
+    raise TimeoutError(f"no packet of {size} bytes in ten seconds")
 
 
 def all_reduce(numbers: int) -> float:

@@ -417,6 +417,21 @@ def test_positions_beyond_32_bits_hash_as_in_the_reference():
         assert same(out, rng.hash32(start + torch.arange(8), 12345))
 
 
+def test_arguments_that_triton_compiles_for_are_of_different_kinds():
+    """As Triton's own key has it: what it tells apart must be told apart, or a kernel would be run on other inputs."""
+    jit = importlib.import_module("triton.runtime.jit")
+    kind = importlib.import_module("thinwire.kernels.gpu.launch").kind
+    base = importlib.import_module("triton.backends.compiler").BaseBackend
+    held = torch.zeros(64)
+    tensors = [held, held[4:], held[1:], held[2:], held.bfloat16(), held.bfloat16()[1:], held.bool(), held.byte()]
+    integers = [0, 1, 2, 15, 16, 32, -1, -16, 2**31 - 1, 2**31, -(2**31), 2**32, 2**62, 2**63, 2**63 + 16]
+    groups = {}
+    for x in (*tensors, *integers, 0.0, 1.0, True, False, None):
+        groups.setdefault(kind(x), set()).add(jit.native_specialize_impl(base, x, False, True, True))
+    assert all(len(found) == 1 for found in groups.values()), groups
+    assert len(groups) > 12
+
+
 def test_cpu_tensors_without_the_interpreter_get_a_clear_error():
     code = (
         "import torch; from thinwire.kernels import bits\n"

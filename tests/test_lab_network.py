@@ -130,6 +130,17 @@ def test_latency_is_one_way_and_the_rate_holds() -> None:
         assert 0.6 < row["of_nominal"] < 1.0  # TCP opens its window over the first round trips
 
 
+def test_jumbo_frames_go_through_sites_and_switches_whole(net: Network, tmp_path: Path) -> None:
+    assert list(net.run(lab_programs.whole_packet, 1472)) == [1472, 1472]  # IP and UDP headers take 28
+    assert list(net.run(lab_programs.whole_packet, 1473)) == [0, 0]
+    (tmp_path / "two.toml").write_text('mtu = 9000\n[sites.a]\n[sites.b]\n[[hosts]]\nsite = "a"\nname = "host0"\n'
+                                       '[[hosts]]\nsite = "b"\nname = "host1"\n')  # fmt: skip
+    for network in (Network(2, "5mbit", mtu=9000, preload=()), Network(topology=tmp_path / "two.toml", preload=())):
+        with network:
+            assert list(network.run(lab_programs.whole_packet, 8972)) == [8972, 8972]
+            assert list(network.run(lab_programs.whole_packet, 8973)) == [0, 0]
+
+
 def test_loss_is_seen_and_survived() -> None:
     with Network(hosts=2, rate="50mbit", loss="2%", preload=()) as network:
         row = bench.measure(network, "raw TCP", bench.tcp, 5e7, 3_000_000)

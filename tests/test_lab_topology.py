@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from thinwire.errors import UsageError
-from thinwire.lab.shaping import PACKET, _netem, bundle_packets, burst_bytes, queue_bytes
+from thinwire.lab.shaping import ETHERNET, _netem, bundle_packets, burst_bytes, queue_bytes
 from thinwire.lab.topology import Link, flat, load
 from thinwire.units import parse_loss, parse_rate, parse_time, show_bytes, show_duration, show_rate
 
@@ -82,11 +83,13 @@ def test_bytes_are_decimal() -> None:
     assert shown == ["0.0 s", "9.9 s", "10 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "2 h 05 min"]
 
 
+@pytest.mark.parametrize("mtu", [576, 1500, 9000])
 @pytest.mark.parametrize("rate", [1e4, 2e6, 1e8, 1e9, 1e11])
-def test_burst_holds_a_packet_and_a_bundle_fits_the_burst(rate: float) -> None:
-    assert burst_bytes(rate) >= 2 * PACKET
-    assert bundle_packets(rate) * PACKET <= burst_bytes(rate)
-    assert queue_bytes(rate) > burst_bytes(rate)
+def test_burst_holds_a_packet_and_a_bundle_fits_the_burst(rate: float, mtu: int) -> None:
+    assert burst_bytes(rate, mtu) >= 2 * (mtu + ETHERNET)
+    assert bundle_packets(rate, mtu) >= 1 and bundle_packets(rate, mtu) * (mtu + ETHERNET) <= burst_bytes(rate, mtu)
+    assert bundle_packets(None, mtu) * (mtu - 40) <= 1 << 16  # IP and TCP headers come once
+    assert queue_bytes(rate, mtu) > burst_bytes(rate, mtu)
 
 
 def test_burst_grows_with_the_rate() -> None:
@@ -107,13 +110,20 @@ def test_host_counts_out_of_range(hosts: int) -> None:
         flat(hosts, Link())
 
 
+@pytest.mark.parametrize("mtu", [0, 575, 9217, True, 1500.0, "9000"])
+def test_packets_out_of_range(mtu: Any) -> None:
+    with pytest.raises(UsageError, match=r"mtu .*from 576 to 9216"):
+        flat(2, Link(), mtu=mtu)
+
+
 def test_254_hosts_have_addresses() -> None:
     assert flat(254, Link()).hosts[-1].address == "10.77.0.254"
 
 
 def test_sites(tmp_path: Path) -> None:
-    (tmp_path / "sites.toml").write_text(SITES)
+    (tmp_path / "sites.toml").write_text("mtu = 9000\n" + SITES)
     topology = load(tmp_path / "sites.toml")
+    assert topology.mtu == 9000
     assert [(host.name, host.site) for host in topology.hosts] == [
         ("paris-0", "paris"),
         ("paris-1", "paris"),

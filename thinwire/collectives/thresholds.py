@@ -77,8 +77,8 @@ def _edge(values: Tensor, count: Tensor) -> tuple[float, float, float]:
     """(the least magnitude, how many lie STRETCH above it, count), for one wait."""
     sizes = values.abs().float()
     least = sizes.min()
-    beyond = torch.count_nonzero(sizes >= least * STRETCH)
-    exact, above, found = torch.stack((least.double(), beyond.double(), count.double())).tolist()
+    beyond = (sizes >= least * STRETCH).sum(dtype=torch.float64)
+    exact, above, found = torch.stack((least.double(), beyond, count.double())).tolist()
     return exact, above, found
 
 

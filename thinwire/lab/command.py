@@ -48,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--down", help="what a host may receive, if it differs from --rate")
     run.add_argument("--latency", help="one-way delay between hosts, such as 10ms")
     run.add_argument("--loss", help="packets lost on the way, such as 0.1%%")
+    run.add_argument("--mtu", metavar="BYTES", help="the largest packet (1500; 9000 for jumbo frames)")
     run.add_argument("--topology", metavar="FILE", help="a TOML file of sites and hosts, instead of the above")
     run.add_argument("--subnet", default=SUBNET, help="the hosts' addresses (%(default)s), seen by them alone")
     run.add_argument("--per-host", default="1", metavar="K", help="processes per host (1)")
@@ -82,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
     """The network's arguments, as far as given; a topology file excludes the others."""
-    names = ("hosts", "rate", "up", "down", "latency", "loss")
+    names = ("hosts", "rate", "up", "down", "latency", "loss", "mtu")
     given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.topology is not None and given:
         raise UsageError(f"--topology says all about the network; leave out --{next(iter(given))}")
-    if "hosts" in given:
-        given["hosts"] = _count(given["hosts"], "hosts")
+    for name in {"hosts", "mtu"} & set(given):
+        given[name] = _count(given[name], name)
     return given if args.topology is None else {"topology": args.topology}
 
 

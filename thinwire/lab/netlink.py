@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass
 NEW_LINK, GET_LINK, SET_LINK, NEW_ADDRESS, NEW_NEIGHBOUR, NEW_QDISC, DELETE_QDISC = 16, 18, 19, 20, 28, 36, 37
 REQUEST, ACK, DUMP, EXCLUSIVE, CREATE, REPLACE = 0x1, 0x4, 0x300, 0x200, 0x400, 0x100
 _ERROR, _DONE = 2, 3
-_MAC, _IFNAME, _MASTER, _LINKINFO, _STATS64, _NET_NS_FD, _GSO_MAX_SEGMENTS = 1, 3, 10, 18, 23, 28, 40
+_MAC, _IFNAME, _MTU, _MASTER, _LINKINFO, _STATS64, _NET_NS_FD, _GSO_MAX_SEGMENTS = 1, 3, 4, 10, 18, 23, 28, 40
 _INFO_KIND, _INFO_DATA, _VETH_PEER = 1, 2, 1
 _UP = 1
 _PORT_INFO, _NESTED, _PORT_STATE, _FORWARDING, _DISABLED = 12, 0x8000, 1, 3, 0
@@ -70,9 +70,12 @@ class Netlink:
         info = attribute(_LINKINFO, attribute(_INFO_KIND, b"bridge"))
         self._ask(NEW_LINK, CREATE | EXCLUSIVE, _link() + attribute(_IFNAME, _text(name)) + info)
 
-    def add_cable(self, name: str, peer: str, peer_namespace: int | None = None, peer_mac: bytes = b"") -> None:
+    def add_cable(
+        self, name: str, peer: str, mtu: int, peer_namespace: int | None = None, peer_mac: bytes = b""
+    ) -> None:
         """A veth pair: what goes in at one end comes out at the other, maybe in another namespace."""
-        far = _link() + attribute(_IFNAME, _text(peer))
+        largest = attribute(_MTU, struct.pack("I", mtu))
+        far = _link() + attribute(_IFNAME, _text(peer)) + largest
         if peer_namespace is not None:
             far += attribute(_NET_NS_FD, struct.pack("I", peer_namespace))
         if peer_mac:
@@ -81,7 +84,7 @@ class Netlink:
         self._ask(
             NEW_LINK,
             CREATE | EXCLUSIVE,
-            _link() + attribute(_IFNAME, _text(name)) + attribute(_LINKINFO, info),
+            _link() + attribute(_IFNAME, _text(name)) + largest + attribute(_LINKINFO, info),
         )
 
     def attach(self, index: int, bridge: int) -> None:

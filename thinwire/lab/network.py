@@ -26,7 +26,7 @@ from thinwire.lab.program import (
     seats,
 )
 from thinwire.lab.ranks import Event
-from thinwire.lab.topology import SUBNET, Host, Link, Topology, flat, load, make_link
+from thinwire.lab.topology import MTU, SUBNET, Host, Link, Topology, flat, load, make_link
 from thinwire.units import parse_time
 
 PRELOAD_SECONDS = 180.0
@@ -39,9 +39,10 @@ class Network:
             results = net.run(function, argument)     # on every host; one return value a rank
             print(results[0], results.traffic["host0"].sent)
 
-    `rate` sets both directions, `up` and `down` each; `latency` is one way, host to host. `topology` is a
-    TOML file (or a `Topology`) instead of all these. `preload` names modules to import once, before ranks are
-    forked for a function. `patience` is how long TCP in the hosts retries before it reports a dead link.
+    `rate` sets both directions, `up` and `down` each; `latency` is one way, host to host; `mtu` is the largest
+    packet. `topology` is a TOML file (or a `Topology`) instead of all these. `preload` names modules to import
+    once, before ranks are forked for a function. `patience` is how long TCP in the hosts retries before it
+    reports a dead link.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Network:
         loss: str | float = 0.0,
         topology: str | Path | Topology | None = None,
         subnet: str = SUBNET,
+        mtu: int = MTU,
         preload: Sequence[str] = ("torch",),
         patience: str | float = 10.0,
     ) -> None:
@@ -65,7 +67,7 @@ class Network:
         else:
             given = {"rate": rate, "up": up, "down": down}
             table: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-            self.topology = flat(hosts, make_link(table | {"latency": latency, "loss": loss}, ""), subnet)
+            self.topology = flat(hosts, make_link(table | {"latency": latency, "loss": loss}, ""), subnet, mtu)
         self.preload = tuple(preload)
         self._patience = parse_time(patience, "patience")
         self._rates: dict[str, Link] = dict(self.topology.links)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 
 from thinwire.lab.netlink import Netlink, attribute
+from thinwire.lab.topology import MTU
 
 ROOT = 0xFFFFFFFF
 _KIND, _OPTIONS = 1, 2
@@ -19,27 +20,28 @@ _ETHERNET = 1
 _TICK = 64e-9  # the unit of times in queueing disciplines
 
 BURST_SECONDS, SMALLEST_BURST = 4e-3, 4096  # 500 kB at 1 Gb/s, 50 kB at 100 Mb/s, 16 ms worth at 2 Mb/s
-PACKET, LARGEST_BUNDLE = 1514, 44  # bytes on the wire; packets in the 64 kB that TCP hands over at once
+ETHERNET, BUNDLE_BYTES = 14, 44 * 1514  # bytes before a packet; the 64 kB that TCP hands over at once
 QUEUE_SECONDS, SMALLEST_QUEUE = 0.2, 128 << 10  # what waits at a busy link before packets are dropped
 _BUCKET, _NETEM, _BELOW_NETEM = 0x10000, 0x20000, 0x20001  # the names 1:, 2: and 2:1
 
 
-def burst_bytes(rate: float) -> int:
-    """The bucket's size for a rate in bit/s."""
-    return max(SMALLEST_BURST, round(rate / 8 * BURST_SECONDS))
+def burst_bytes(rate: float, mtu: int = MTU) -> int:
+    """The bucket's size for a rate in bit/s: two packets at least."""
+    return max(SMALLEST_BURST, 2 * (mtu + ETHERNET), round(rate / 8 * BURST_SECONDS))
 
 
-def bundle_packets(rate: float | None) -> int:
+def bundle_packets(rate: float | None, mtu: int = MTU) -> int:
     """How many packets TCP may hand over as one: what fits the bucket, or the kernel would cut it up first.
 
-    On a lossy link it must be 1 instead: a lost packet is 1500 bytes, not a bundle of them.
+    On a lossy link it must be 1 instead: a lost packet is one packet, not a bundle of them.
     """
-    return LARGEST_BUNDLE if rate is None else min(LARGEST_BUNDLE, max(1, burst_bytes(rate) // PACKET))
+    most = BUNDLE_BYTES if rate is None else min(BUNDLE_BYTES, burst_bytes(rate, mtu))
+    return most // (mtu + ETHERNET)
 
 
-def queue_bytes(rate: float) -> int:
+def queue_bytes(rate: float, mtu: int = MTU) -> int:
     """How much may wait for a link of this rate: a router's buffer, enough that TCP fills the link."""
-    return burst_bytes(rate) + max(SMALLEST_QUEUE, round(rate / 8 * QUEUE_SECONDS))
+    return burst_bytes(rate, mtu) + max(SMALLEST_QUEUE, round(rate / 8 * QUEUE_SECONDS))
 
 
 def shape(
@@ -49,6 +51,7 @@ def shape(
     latency: float = 0.0,
     loss: float = 0.0,
     netem: bool = False,
+    mtu: int = MTU,
 ) -> None:
     """Set what leaves a device: at most `rate` bit/s (None: unlimited) and, with netem, late and with losses.
 
@@ -59,18 +62,18 @@ def shape(
     if netem:
         netlink.set_qdisc(index, _NETEM, ROOT, _netem(latency, loss, rate))
     if rate is not None:
-        netlink.set_qdisc(index, _BUCKET, _BELOW_NETEM if netem else ROOT, _token_bucket(rate))
+        netlink.set_qdisc(index, _BUCKET, _BELOW_NETEM if netem else ROOT, _token_bucket(rate, mtu))
 
 
-def _token_bucket(rate: float) -> bytes:
+def _token_bucket(rate: float, mtu: int) -> bytes:
     """tbf: the 64-bit rate attribute overrides the 32-bit field, which 34 Gb/s would overflow."""
     rate_bytes = round(rate / 8)
     speed = struct.pack("BBHhHI", 0, _ETHERNET, 0, 0, 0, min(rate_bytes, 0xFFFFFFFF))
-    parameters = speed + bytes(12) + struct.pack("III", queue_bytes(rate), 0, 0)
+    parameters = speed + bytes(12) + struct.pack("III", queue_bytes(rate, mtu), 0, 0)
     options = (
         attribute(_TBF_PARAMETERS, parameters)
         + attribute(_TBF_RATE64, struct.pack("Q", rate_bytes))
-        + attribute(_TBF_BURST, struct.pack("I", burst_bytes(rate)))
+        + attribute(_TBF_BURST, struct.pack("I", burst_bytes(rate, mtu)))
     )
     return attribute(_KIND, b"tbf\0") + attribute(_OPTIONS, options)
 

@@ -23,6 +23,7 @@ from thinwire.units import parse_loss, parse_rate, parse_time
 
 SUBNET = "10.77.0.0/24"
 LONGEST_LATENCY = 10.0
+MTU, MTUS = 1500, (576, 9216)  # Ethernet's, and what is allowed: 9000 is a jumbo frame
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,12 @@ class Topology:
     hosts: tuple[Host, ...]
     sites: dict[str, Link]
     prefix: int
+    mtu: int = MTU  # bytes of a packet at most, IP header included
+
+    def __post_init__(self) -> None:
+        low, high = MTUS
+        if isinstance(self.mtu, bool) or not isinstance(self.mtu, int) or not low <= self.mtu <= high:
+            raise UsageError(f"mtu {self.mtu!r}: allowed is a whole number from {low} to {high}")
 
     @property
     def links(self) -> dict[str, Link]:
@@ -75,11 +82,11 @@ class Topology:
         return self.lossy or any(link.latency for link in self.links.values())
 
 
-def flat(hosts: int, link: Link, subnet: str = SUBNET) -> Topology:
+def flat(hosts: int, link: Link, subnet: str = SUBNET, mtu: int = MTU) -> Topology:
     """`hosts` equal hosts on one switch."""
     if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
         raise UsageError(f"hosts {hosts!r}: allowed is a whole number from 1")
-    return _number([(f"host{i}", "lab", link) for i in range(hosts)], {"lab": Link()}, subnet)
+    return _number([(f"host{i}", "lab", link) for i in range(hosts)], {"lab": Link()}, subnet, mtu)
 
 
 def load(path: str | Path, subnet: str = SUBNET) -> Topology:
@@ -119,7 +126,7 @@ def _latency(value: Any, where: str) -> float:
 
 
 def _from_table(table: dict[str, Any], subnet: str) -> Topology:
-    _known(table, {"sites", "hosts"}, "the file")
+    _known(table, {"sites", "hosts", "mtu"}, "the file")
     sites = table.get("sites", {})
     if not isinstance(sites, dict) or not sites:
         raise UsageError("no [sites.NAME] table")
@@ -134,7 +141,7 @@ def _from_table(table: dict[str, Any], subnet: str) -> Topology:
     placed: list[tuple[str, str, Link]] = []
     for entry in entries:
         placed += _hosts(entry, inside, placed)
-    return _number(placed, uplinks, subnet)
+    return _number(placed, uplinks, subnet, table.get("mtu", MTU))
 
 
 def _uplink(site: dict[str, Any], name: str) -> Link:
@@ -159,7 +166,7 @@ def _hosts(entry: Any, inside: dict[str, Link], placed: list[tuple[str, str, Lin
     return [(n, site, make_link(entry, f"host {n} ", inside[site])) for n in names]
 
 
-def _number(placed: list[tuple[str, str, Link]], uplinks: dict[str, Link], subnet: str) -> Topology:
+def _number(placed: list[tuple[str, str, Link]], uplinks: dict[str, Link], subnet: str, mtu: int) -> Topology:
     """Hand out addresses, in order."""
     try:
         network = ipaddress.IPv4Network(subnet)
@@ -176,7 +183,7 @@ def _number(placed: list[tuple[str, str, Link]], uplinks: dict[str, Link], subne
             raise UsageError(f"the name {name!r} is used twice")
     addresses = network.hosts()
     hosts = tuple(Host(name, str(next(addresses)), site, link) for name, site, link in placed)
-    return Topology(hosts, uplinks, network.prefixlen)
+    return Topology(hosts, uplinks, network.prefixlen, mtu)
 
 
 def _known(table: Any, allowed: set[str], where: str) -> None:

@@ -16,7 +16,7 @@ from thinwire.lab.delay import start_relay
 from thinwire.lab.namespaces import enter, new_network
 from thinwire.lab.netlink import Netlink, Traffic, index_of
 from thinwire.lab.shaping import bundle_packets, shape
-from thinwire.lab.topology import Host, Link, Topology
+from thinwire.lab.topology import MTU, Host, Link, Topology
 
 DEVICE = "eth0"  # every host's only way out
 CONGESTION = ("reno", "cubic")  # what hosts' TCP goes by: the last that may be set; reno always may
@@ -76,7 +76,7 @@ class Wiring:
 
     def _uplink(self, number: int, site: str, link: Link) -> None:
         above, below = f"up{number}", f"down{number}"
-        self._core.add_cable(above, below)
+        self._core.add_cable(above, below, self.topology.mtu)
         cable = _Cable(self._core, index_of(below), above, index_of(above), link, plug=above)
         self._core.attach(index_of(below), index_of(f"site{number}"))
         self._connect(site, cable, _CORE)
@@ -89,7 +89,7 @@ class Wiring:
         self._give_up_after(self._patience)
         enter(self._core_namespace)
         above = f"host{number}"
-        self._core.add_cable(above, DEVICE, namespace, host.mac)
+        self._core.add_cable(above, DEVICE, self.topology.mtu, namespace, host.mac)
         enter(namespace)
         device = index_of(DEVICE)
         inside.add_address(device, host.address, self.topology.prefix)
@@ -132,7 +132,7 @@ class Wiring:
         self._cables[name] = cable
         if (cable.link.latency or cable.link.loss) and not self._netem:
             cable.extended, cable.plug = f"late{len(self._cables)}", f"plug{len(self._cables)}"
-            self._core.add_cable(cable.extended, cable.plug)
+            self._core.add_cable(cable.extended, cable.plug, self.topology.mtu)
         for device in {cable.above, cable.extended or cable.above, cable.plug}:
             self._core.set_up(index_of(device))
         self._core.attach(index_of(cable.plug), index_of(switch))
@@ -141,10 +141,10 @@ class Wiring:
 
     def _shape(self, cable: _Cable) -> None:
         link = cable.link
-        late = self._netem and bool(link.latency or link.loss)
-        cable.below.set_bundle(cable.below_index, 1 if self.topology.lossy else bundle_packets(link.up))
-        shape(cable.below, cable.below_index, link.up, link.latency, link.loss, netem=late)
-        shape(self._core, cable.above_index, link.down)
+        late, mtu = self._netem and bool(link.latency or link.loss), self.topology.mtu
+        cable.below.set_bundle(cable.below_index, 1 if self.topology.lossy else bundle_packets(link.up, mtu))
+        shape(cable.below, cable.below_index, link.up, link.latency, link.loss, netem=late, mtu=mtu)
+        shape(self._core, cable.above_index, link.down, mtu=mtu)
 
     def start_delays(self) -> int | None:
         """Start the process that delays packets in user space, if any link needs it; its process id."""
@@ -194,7 +194,7 @@ def netem_exists() -> bool:
     namespace = new_network()
     probe = Netlink()
     try:
-        probe.add_cable("probe", "peer")
+        probe.add_cable("probe", "peer", MTU)
         shape(probe, index_of("probe"), None, latency=0.001, netem=True)
     except FileNotFoundError:  # the kernel's answer to an unknown discipline
         return False

@@ -40,11 +40,16 @@ class Road:
     sent: list[dist.Work] = field(default_factory=list)
     posted: dict[int, tuple[list[Tensor], list[dist.Work]]] = field(default_factory=dict)
     next: int = 0  # the micro-batch to post
+    given: Sequence[Tensor] = ()  # the computation's memory, which the road's stream reads
+    _there: Any = None  # an event of each stream, for the other to wait for
+    _here: Any = None
 
     def begin(self) -> None:
         """The step's start: memories may have been changed by the computation's stream."""
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self._here = self._here or torch.cuda.Event()
+            self._here.record(torch.cuda.current_stream(self.stream.device))
+            self.stream.wait_event(self._here)
 
     @contextmanager
     def beside(self, given: Sequence[Tensor] = ()) -> Iterator[None]:
@@ -53,17 +58,26 @@ class Road:
             yield
             return
         if given:
+            self.let_go()
             self.begin()
-            for x in given:
-                x.record_stream(self.stream)
+            self.given = given
         with torch.cuda.stream(self.stream):
             yield
+
+    def let_go(self) -> None:
+        """Of what was given before: the computation may write over it once the road's stream has read it. (Where
+        torch keeps account of that, `record_stream`, it asks the card at every allocation.)"""
+        if self.given:
+            self.deliver([])
+            self.given = ()
 
     def deliver(self, tensors: list[Tensor]) -> list[Tensor]:
         """Work of the road's stream to the computation, which waits for it."""
         if self.stream is not None:
             here = torch.cuda.current_stream(self.stream.device)
-            here.wait_stream(self.stream)
+            self._there = self._there or torch.cuda.Event()
+            self._there.record(self.stream)
+            here.wait_event(self._there)
             for x in tensors:
                 x.record_stream(here)
         return tensors
@@ -95,6 +109,7 @@ class Road:
         for work in sent:
             work.wait()
         self.deliver([])
+        self.given = ()
         if self.posted:
             raise RuntimeError(f"frames of micro-batches {sorted(self.posted)} were expected and never asked for")
 

@@ -14,7 +14,8 @@ from thinwire.kernels.bits import packed_bytes
 from thinwire.kernels.gpu.launch import launch
 from thinwire.kernels.indices import elias_fano_bytes, low_bits
 
-SIZE = 1024  # indices, or bytes of a bit vector, a program handles
+SIZE = 1024  # indices a program handles
+BYTES, WARPS = 128, 2  # of a bit vector, that a program handles: eight lanes each, 16 a thread
 
 
 @triton.jit(do_not_specialize=["k", "base", "low"])
@@ -52,10 +53,12 @@ def _count(wire, counts, size, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _low_part(wire, rank, mask, low):
-    """The low bits at bit rank · low."""
-    first = rank * low
-    held = tl.zeros_like(rank)
+def _low_part(wire, before, rank, mask, low):
+    """The low bits at bit (before + rank) · low; rank: int32, small."""
+    start = before * low
+    first = (start & 7).to(tl.int32) + rank * low
+    wire += start >> 3
+    held = tl.zeros_like(rank).to(tl.int64)
     for i in range((low + 14) // 8):
         place = (first >> 3) + i
         needed = mask & (place * 8 < first + low)
@@ -67,17 +70,21 @@ def _low_part(wire, rank, mask, low):
 def _place(high, lows, ends, index, size, low, k, RANKED: tl.constexpr, SIZE: tl.constexpr):
     """index[rank] of the first k set bits; ends: ones up to and including each program's bytes."""
     start = tl.program_id(0).to(tl.int64) * SIZE
-    place = start + tl.arange(0, SIZE)
-    byte = tl.load(high + place, mask=place < size, other=0).to(tl.int32)
+    place = tl.arange(0, SIZE)
+    byte = tl.load(high + start + place, mask=start + place < size, other=0).to(tl.int32)
     ones = _ones(byte)
     before = tl.load(ends + tl.program_id(0)) - tl.sum(ones)
     bit = tl.arange(0, 8)[None, :]
-    rank = (before + tl.cumsum(ones, axis=0) - ones)[:, None] + _ones(byte[:, None] & ((1 << bit) - 1))
-    mask = ((byte[:, None] >> bit) & 1 == 1) & (rank < k)
+    rank = (tl.cumsum(ones, axis=0) - ones)[:, None] + _ones(byte[:, None] & ((1 << bit) - 1))  # inside the program
+    left = tl.minimum(tl.maximum(k - before, 0), 8 * SIZE).to(tl.int32)
+    mask = ((byte[:, None] >> bit) & 1 == 1) & (rank < left)
     value = place[:, None] * 8 + bit
     if RANKED:
-        value = ((value - rank) << low) | _low_part(lows, rank, mask, low)
-    tl.store(index + rank, value, mask=mask)
+        value -= rank
+        high_part = (start * 8 - before + value) << low
+        tl.store(index + before + rank, high_part | _low_part(lows, before, rank, mask, low), mask=mask)
+    else:
+        tl.store(index + before + rank, start * 8 + value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["n", "k"])
@@ -127,10 +134,10 @@ def decode_elias_fano(wire, n, k):
 def _decoded(wire, cut, k, low, ranked):
     """(int64[k], 0-d int64: how many there are in the message), without waiting for the card."""
     high = wire[cut:]
-    programs = triton.cdiv(high.numel(), SIZE)
+    programs = triton.cdiv(high.numel(), BYTES)
     counts = torch.empty(programs, dtype=torch.int64, device=wire.device)
-    launch(_count, programs, high, counts, high.numel(), SIZE=SIZE)
+    launch(_count, programs, high, counts, high.numel(), SIZE=BYTES)
     ends = counts.cumsum(dim=0)
     index = torch.empty(k, dtype=torch.int64, device=wire.device)
-    launch(_place, programs, high, wire, ends, index, high.numel(), low, k, RANKED=ranked, SIZE=SIZE)
+    launch(_place, programs, high, wire, ends, index, high.numel(), low, k, RANKED=ranked, SIZE=BYTES, warps=WARPS)
     return index, ends[-1]

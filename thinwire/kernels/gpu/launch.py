@@ -2,6 +2,9 @@
 
 `enable_fp_fusion=False` keeps a product and a sum two roundings, as on the CPU. The kernels divide with
 `div_rn`: Triton's plain `/` on float32 is approximate on the card. Denormals are kept, never flushed to zero.
+
+Triton finds the compiled kernel anew at every launch, from the arguments, and the host spends three times as long on
+that as on the launch itself. So it is found once for arguments of a kind, and called by its own handle then.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 TILE = 4096  # values a program handles: 32 a thread at four warps, enough loads in flight to fill the bus
+_compiled = {}  # everything that Triton compiles a kernel for → (the kernel, compiled, its constants in order)
 
 
 def launch(kernel, programs, first, *args, warps=4, registers=None, **constants):
@@ -21,17 +25,43 @@ def launch(kernel, programs, first, *args, warps=4, registers=None, **constants)
     `registers` caps those of a thread at what the path of full tiles needs: the masked path, of the last tile
     only, would take twice as many and halve the programs that fit the chip at a time.
     """
-    if not first.is_cuda and not isinstance(kernel, InterpretedFunction):
-        raise ValueError(
-            f"impl='gpu' was given a tensor on {first.device}: it needs CUDA tensors "
-            "(or TRITON_INTERPRET=1 in the environment before triton is imported, for tests)"
-        )
-    for x in (first, *args):
+    args = first, *args
+    for x in args:
         if isinstance(x, torch.Tensor) and not x.is_contiguous():
             raise ValueError("GPU kernels take contiguous tensors")
-    if programs:
-        with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
-            kernel[(programs,)](first, *args, **constants, num_warps=warps, maxnreg=registers, enable_fp_fusion=False)
+    options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
+    if not first.is_cuda:
+        if not isinstance(kernel, InterpretedFunction):
+            raise ValueError(
+                f"impl='gpu' was given a tensor on {first.device}: it needs CUDA tensors "
+                "(or TRITON_INTERPRET=1 in the environment before triton is imported, for tests)"
+            )
+        if programs:
+            kernel[(programs,)](*args, **constants, **options)
+    elif programs:
+        same = first.get_device() == torch.cuda.current_device()
+        with nullcontext() if same else torch.cuda.device(first.device):
+            _run(kernel, programs, args, constants, options)
+
+
+def _run(kernel, programs, args, constants, options):
+    key = id(kernel), args[0].get_device(), *options.values(), *constants.items(), *map(kind, args)
+    found = _compiled.get(key)
+    if found is not None:
+        _, compiled, order = found
+        compiled[(programs, 1, 1)](*args, *order)
+    else:
+        compiled = kernel[(programs,)](*args, **constants, **options)
+        _compiled[key] = kernel, compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+
+
+def kind(x):
+    """What Triton may compile a kernel for: of a tensor dtype and alignment, of an integer type and divisibility."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if type(x) is int:
+        return x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31, x < 1 << 63
+    return type(x)
 
 
 def tiling(block, width, *, tile=TILE, warps=4, registers=None, least_rows=1):

@@ -87,6 +87,11 @@ DEPTHS = (*OURS, "ours 3/3, depth 2", "ours 3/3, depth 4")
 CODECS: list[tuple[str, tuple[str, ...]]] = [
     (rate, (*OURS, "ours 3/3, codecs in turn")) for rate in (*("unlimited", "300mbit") * 2, "1gbit", "unlimited")
 ]
+EACH: list[tuple[str, tuple[str, ...]]] = [  # ours at every rate, and others beside it where they do not take long
+    ("unlimited", ALL[1:6]), *((rate, OURS) for rate in ("300mbit", "250mbit", "125mbit", "100mbit", "75mbit")),
+    ("1gbit", ALL[1:6]), ("500mbit", THIN), ("25mbit", OURS), ("300mbit", ALL[2:5]), ("500mbit", ALL[2:3]),
+    ("10gbit", OURS), ("2500mbit", OURS), ("300mbit", OURS), ("250mbit", OURS),
+]  # fmt: skip
 JUMBO: list[tuple[str, tuple[str, ...]]] = [
     (rate, OURS) for rate in ("unlimited", "500mbit", "300mbit", "250mbit", "125mbit", "100mbit", "75mbit", "25mbit")
 ]

@@ -11,11 +11,13 @@ import importlib.util
 import multiprocessing as mp
 import os
 import queue
+import random
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ sys.path[:0] = PATHS
 PRELOAD = ["torch", "torch.distributed.pipelining", "thinwire.parallel.pipeline", "thinwire.parallel.ddp"]
 KERNELS = ("bits", "checksum", "delta", "hadamard", "indices", "quantize", "select", "sign", "ternary")
 BOTH = "cpu:gloo,cuda:nccl"
+PORTS = 20  # a launch may meet so many times, at one port after the other
 
 
 def nccl_variables(rank: int, interface: str = "lo") -> dict[str, str]:
@@ -133,6 +136,13 @@ def _rank(
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """The first of PORTS free ports in a row, from below those that the kernel hands out to connections."""
+    for first in random.sample(range(20_000, 30_000, PORTS), 100):
+        with ExitStack() as held:
+            try:
+                for port in range(first, first + PORTS):
+                    held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
+    raise OSError(f"no {PORTS} free ports in a row between 20000 and 30000")

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
@@ -465,6 +467,23 @@ def mismatch() -> list[str]:
     return wrong
 
 
+def once_a_model() -> list[str]:
+    """A second call, or one after another hook, is refused before it has changed anything."""
+    model, hooked, wrong = wrap(), wrap(), []
+    handle = compress_ddp(model, SPARSE)
+    hooked.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    groups = len(_world.pg_map)
+    for ddp, words in ((model, "is compressed already: call it once"), (hooked, "a communication hook already")):
+        try:
+            compress_ddp(ddp, "off")
+            wrong.append(f"{words}: not refused")
+        except UsageError as error:
+            wrong += [] if words in str(error) and "\n" not in str(error) else [str(error)]
+    backward(model, 0)
+    wrong += [] if handle.compressing and handle.sent else ["the first call's handle does not work any more"]
+    return wrong + ([] if len(_world.pg_map) == groups else ["the second call made a process group"])
+
+
 def nothing_or_empty() -> list[str]:
     """No parameter is one clear error; an empty one among others is reduced like any."""
     try:
@@ -585,7 +604,7 @@ CASES = [
     conservation, accumulation, clipping, loss_scale, grad_scaler_and_autocast, unused_parameters, static_graph, frozen,
     unfrozen_and_wrapped_again, several_models_and_groups,
     groups_of_ranks_that_know_unlike_many, exclusions, nonfinite, bracket, warmup, auto, mismatch,
-    nothing_or_empty, odd_tensors, refused_gradients, changed_shape, functional,
+    once_a_model, nothing_or_empty, odd_tensors, refused_gradients, changed_shape, functional,
 ]  # fmt: skip
 
 

@@ -135,3 +135,18 @@ def test_plain_ddp_under_torchrun():
 def test_another_trainer_is_refused():
     with pytest.raises(UsageError, match="Hugging Face or Lightning trainer, not dict"):
         compress_trainer({})
+
+
+def test_a_second_call_for_a_trainer_is_refused(tmp_path):
+    from lightning.pytorch import Trainer as Lightning
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    face = Trainer(model=torch.nn.Linear(2, 2), args=arguments)
+    bolt = Lightning(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    for trainer, callbacks in ((face, face.callback_handler.callbacks), (bolt, bolt.callbacks)):
+        compress_trainer(trainer, "max")
+        before = list(callbacks)
+        with pytest.raises(UsageError, match="compressed already: call it once a trainer"):
+            compress_trainer(trainer, "off")
+        assert callbacks == before

@@ -53,6 +53,8 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "of another optimizer than FrozenAdam: it has state, param_groups only",
     ),
     "no mapping": (lambda: tw.all_reduce([torch.ones(2)], "max"), "takes tensors by name, {name: tensor}"),
+    "averaged how": (lambda: tw.all_reduce({"a": torch.ones(2)}), "the wire is missing: give a collective such as"),
+    "a bare tensor": (lambda: tw.all_reduce(torch.ones(2)), "takes tensors by name, {name: tensor}, not Tensor"),
     "whole numbers": (lambda: tw.all_reduce({"n": torch.arange(3)}, "max"), "n is of torch.int64: allowed are real"),
     "no stage": (lambda: Pipeline([LINEAR]), "takes the CompressedStages of this rank, at least one, not [Linear"),
     "no checkpoint": (lambda: read_state(Path(__file__).parent, "wire"), "holds no checkpoint"),

@@ -129,6 +129,13 @@ def compress_ddp(
     """
     if not isinstance(model, DistributedDataParallel):
         raise UsageError(f"compress_ddp wants a DistributedDataParallel model, not {type(model).__name__}")
+    if model._comm_hooks:
+        ours = isinstance(model._comm_hooks[0][1], CompressedDDP)
+        raise UsageError(
+            "compress_ddp: this model is compressed already: call it once per DDP model, and keep its handle"
+            if ours
+            else "compress_ddp: this model has a communication hook already, and DDP takes one: wrap it anew without"
+        )
     wire = Wire.of(wire)
     scale: Callable[[], float] | None = scaler.get_scale if scaler is not None else None
     ignored = set(model.parameters_to_ignore)

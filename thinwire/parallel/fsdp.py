@@ -144,8 +144,8 @@ class CompressedFSDP(Handle):
         """Every value that FSDP reduced came here: a parameter thawed or replaced since would be averaged by nobody."""
         if self.left:
             raise UsageError(
-                f"compress_fsdp: {self.left} values of a gradient are of parameters that it does not know: call it"
-                " again on a model whose parameters were thawed or replaced"
+                f"compress_fsdp: {self.left} values of a gradient are of parameters that it does not know: thaw or"
+                " replace parameters before it is called"
             )
 
     def _reset(self) -> None:

@@ -21,18 +21,24 @@ from thinwire.wire import Reduction, Wire
 
 
 def all_reduce(
-    named_tensors: Mapping[str, Tensor], wire: Wire | Collective | str | dict[str, Any], group: Any = None,
-    state: dict[str, Tensor] | None = None, *, seed: int = 0,
+    named_tensors: Mapping[str, Tensor], wire: Wire | Collective | str | dict[str, Any] | None = None,
+    group: Any = None, state: dict[str, Tensor] | None = None, *, seed: int = 0,
 ) -> dict[str, Tensor]:  # fmt: skip
     """name → mean over the group, for outer gradients of local-step methods and for anything else.
 
-    `state` is a dict of tensors, empty at first, that this call replaces the contents of: residuals by name and the
-    collective's own. Pass it again for the same tensors; save it with the rest of a checkpoint (it is this rank's).
-    Without it what a lossy collective leaves out is lost. NaN or Inf on any rank: ValueError on all, state unchanged.
-    All ranks give tensors of the same names, shapes and types, and the same wire.
+    `wire` must be given: what may be lost is the caller's to say. `state` is a dict of tensors, empty at first, that
+    this call replaces the contents of: residuals by name and the collective's own. Pass it again for the same tensors;
+    save it with the rest of a checkpoint (it is this rank's). Without it what a lossy collective leaves out is lost.
+    NaN or Inf on any rank: ValueError on all, state unchanged. All ranks give tensors of the same names, shapes and
+    types, and the same wire.
     """
     if not isinstance(named_tensors, Mapping):
-        raise UsageError(f"all_reduce takes tensors by name, {{name: tensor}}, not {type(named_tensors)}")
+        raise UsageError(f"all_reduce takes tensors by name, {{name: tensor}}, not {type(named_tensors).__name__}")
+    if wire is None:
+        raise UsageError(
+            "all_reduce(tensors, wire): the wire is missing: give a collective such as tw.collectives.Quantized(4), a "
+            "Wire, or a preset's name (off is exact)"
+        )
     reduction = Wire.of(wire).gradient or Reduction(Dense())
     exchange = Exchange({name: tuple(t.shape) for name, t in named_tensors.items()}, reduction, group, seed)
     if state:

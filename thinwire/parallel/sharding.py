@@ -33,7 +33,8 @@ def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
             )
         if p._post_accumulate_grad_hooks:
             raise UsageError(
-                f"compress_fsdp: {name} has a post-accumulate-grad hook already, which would see gradients of one site"
+                f"compress_fsdp: {name} has a post-accumulate-grad hook already: compress_fsdp's own (call it once a"
+                " model), or one that would see gradients of one site"
             )
         found[name] = p
     if not found:

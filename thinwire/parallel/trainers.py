@@ -116,14 +116,21 @@ def compress_trainer(
     if "transformers" in roots:
         from transformers import TrainerCallback
 
+        _check_first(trainer.callback_handler.callbacks)
         callback = type("Thinwire", (_HuggingFace, TrainerCallback), {})(wire, settings)
         callback.trainer = trainer
         trainer.add_callback(callback)
     elif "lightning" in roots:
         from lightning.pytorch import Callback
 
+        _check_first(trainer.callbacks)
         callback = type("Thinwire", (_Lightning, Callback), {})(wire, settings)
         trainer.callbacks.append(callback)
     else:
         raise UsageError(f"compress_trainer wants a Hugging Face or Lightning trainer, not {type(trainer).__name__}")
     return callback
+
+
+def _check_first(callbacks: list[Any]) -> None:
+    if any(isinstance(callback, Attachment) for callback in callbacks):
+        raise UsageError("compress_trainer: this trainer is compressed already: call it once a trainer")

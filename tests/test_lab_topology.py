@@ -42,6 +42,14 @@ def test_rates(text: str | float, rate: float) -> None:
     assert parse_rate(show_rate(rate)) == rate
 
 
+@pytest.mark.parametrize(
+    ("rate", "shown"),
+    [(1158130.0, "1.16mbit"), (999_950.0, "1mbit"), (123_456_789.0, "123mbit"), (12_345.0, "12.3kbit")],
+)
+def test_rates_are_rounded_for_people(rate: float, shown: str) -> None:
+    assert show_rate(rate) == shown
+
+
 def test_no_rate_is_no_limit() -> None:
     assert parse_rate(None) is None
     assert parse_rate("unlimited") is None

@@ -15,9 +15,10 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.presets import PRESETS
-from thinwire.report.figures import smooth
+from thinwire.report.figures import errors, smooth
 from thinwire.report.runs import METRICS, reached, read_runs
 from thinwire.report.show import table
+from thinwire.report.summary import summarise
 
 ROOT = Path(__file__).parent.parent
 RAW = 1_000_000  # bytes a step that fp32 would send
@@ -47,7 +48,8 @@ def events(name: str, seconds: float, sent: int, steps: int = 40, final: float =
     for step in range(steps + 1):
         time, total = step * seconds, step * sent
         if step:
-            errors = {"forward": 0.02, "backward": 0.1, "gradient": 0.5} if name != "off" else None
+            errors = {"forward": 0.02, "backward": 0.1, "gradient": 0.5}
+            errors = errors if name != "off" else dict.fromkeys(errors, 0.0)
             lines.append({
                 "kind": "step", "step": step, "loss": 5.5 - 0.05 * step, "lr": 3e-4, "norm": 1.0, "tokens": 1024,
                 "seconds": time, "step_seconds": seconds, "wait_seconds": seconds / 2, "forward_bytes": total,
@@ -116,6 +118,13 @@ def test_figures_lie_beside_the_page(made: Path) -> None:
     kinds = ("loss-time", "loss-bytes", "training", "bytes", "errors", "hit-rate", "step-time", "timeline-1")
     assert {f"page-{kind}.png" for kind in kinds} <= names
     assert all((made / name).read_bytes().startswith(b"\x89PNG") for name in names)
+
+
+def test_an_exact_run_has_no_error_to_draw(made: Path) -> None:
+    runs = read_runs([str(made / "off"), str(made / "max")])
+    figure = errors(runs, summarise(runs))
+    assert figure is not None and [text.get_text() for text in figure.legends[0].get_texts()] == ["max"]
+    assert all(min(line.get_ydata()) > 0 for axes in figure.axes for line in axes.lines)
 
 
 def test_the_simulated_step_lasts_as_long_as_the_measured(made: Path) -> None:

@@ -251,7 +251,7 @@ def _scaled(seconds: float | None, scale: float) -> str:
 
 
 def _rate(rate: float | None) -> str:
-    return ABSENT if rate is None else show_rate(float(f"{rate:.3g}"))
+    return ABSENT if rate is None else show_rate(rate)
 
 
 def _yes(value: bool | None) -> str:

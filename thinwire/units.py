@@ -44,11 +44,12 @@ def parse_loss(text: str | float, what: str = "loss") -> float:
 
 
 def show_rate(rate: float | None) -> str:
-    """The shortest of the forms that `parse_rate` reads."""
+    """For people, to three digits, in a form that `parse_rate` reads: 1.16mbit."""
     if rate is None:
         return UNLIMITED
+    rate = float(f"{rate:.3g}")
     unit = next((u for u in ("gbit", "mbit", "kbit") if rate >= RATE_UNITS[u]), "bit")
-    return f"{rate / RATE_UNITS[unit]:.6g}{unit}"
+    return f"{rate / RATE_UNITS[unit]:g}{unit}"
 
 
 def show_bytes(count: float) -> str:

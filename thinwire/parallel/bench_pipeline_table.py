@@ -86,7 +86,7 @@ def stands_for(result: dict[str, Any]) -> list[str]:
     for rate in sorted({row["rate"] for row in result["time"] if row["rate"] is not None}, reverse=True):
         ratio = result["exposed_bits"] / rate / result["fp32_unlimited"]
         links = [
-            f"{show_rate(round(bits / (ratio * 72 * layers * width**2 * tokens / flops), -5))} with {name}"
+            f"{show_rate(bits / (ratio * 72 * layers * width**2 * tokens / flops))} with {name}"
             for name, flops in REAL_FLOPS.items()
         ]
         lines.append(

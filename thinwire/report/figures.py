@@ -113,7 +113,7 @@ def errors(runs: Sequence[Run], summary: Summary) -> Figure | None:
     panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
     for axes, kind in zip(panels, kinds):
         _dress(axes, "step", "relative error" if axes is panels[0] else "")
-        _lines(axes, runs, ("errors", kind), fmean)
+        _lines(axes, runs, ("errors", kind), fmean, positive=True)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -176,9 +176,13 @@ def _steps(
     return figure
 
 
-def _lines(axes: Axes, runs: Sequence[Run], keys: tuple[str, ...], middle: Callable[[list[float]], float]) -> None:
+def _lines(
+    axes: Axes, runs: Sequence[Run], keys: tuple[str, ...], middle: Callable[[list[float]], float],
+    positive: bool = False,
+) -> None:  # fmt: skip
+    """A curve a run that has points; `positive`: of those that a logarithmic axis can show."""
     for at, run in enumerate(runs):
-        points = run.series(*keys)
+        points = [point for point in run.series(*keys) if point[1] > 0 or not positive]
         if points:
             axes.plot(*zip(*points), color=RUNS[at % len(RUNS)], linewidth=0.6, alpha=0.35)
             axes.plot(*zip(*smooth(points, middle)), label=run.name, **_look(at))

@@ -177,7 +177,7 @@ def describe(chosen: Decision) -> str:
         parts[2] += f" of stages {chosen.stages or 'none'}"
     kinds = [part for part in parts if part.split()[0] in chosen.measured["size"]]
     speeds = [rate for way in rates.values() for rate in way if rate]
-    links = f", links of {show_rate(float(f'{min(speeds):.3g}'))}" if speeds else ""
+    links = f", links of {show_rate(min(speeds))}" if speeds else ""
     return (
         f"planned: {'; '.join(kinds) or 'nothing crosses a network'}; a step of {chosen.seconds:.3g} s is expected, "
         f"{chosen.exact:.3g} s with nothing compressed{links}"

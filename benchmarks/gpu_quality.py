@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.parallel.boundary import Lane, Part
-from thinwire.wire import Wire
+from thinwire.wire import Link, Wire
 
 STAGES, SEEDS = 4, 3
 WAY = Callable[[Tensor], Tensor]
@@ -95,17 +95,13 @@ class Model(nn.Module):
         return self.out(self.norm(h))
 
 
-class Crossing:
-    """One boundary, both ends: x to the next stage, its gradient back, through frames."""
+class Ends:
+    """Lanes whose two ends, send and recv in turn, are in this process."""
 
-    def __init__(self, wire: Wire, index: int) -> None:
-        there, back = f"forward {index}→{index + 1}", f"backward {index + 1}→{index}"
-        self.lanes = [Lane(link, name, end, 0) for link, name in ((wire.forward, there), (wire.backward, back))
-                      for end in ("send", "recv")]  # fmt: skip
-        self.part = Part(0, None, True)
+    def __init__(self, *ways: tuple[Link | None, str]) -> None:
+        self.lanes = [Lane(link, name, end, 0) for link, name in ways for end in ("send", "recv")]
 
-    def begin(self, step: int, ids: list[int]) -> None:
-        self.part = Part(0, tuple(ids), True)
+    def begin(self, step: int) -> None:
         for lane in self.lanes:
             lane.begin(step)
 
@@ -115,9 +111,19 @@ class Crossing:
             assert not lane.faults, lane.faults
             lane.end_step(True)
 
-    def carry(self, x: Tensor, way: int) -> Tensor:
+    def carry(self, part: Part, x: Tensor, way: int = 0) -> Tensor:
+        """x as it arrives at the other end."""
         send, recv = self.lanes[2 * way : 2 * way + 2]
-        return recv.recv(self.part, 0, send.send(self.part, 0, x), tuple(x.shape), x.dtype)
+        return recv.recv(part, 0, send.send(part, 0, x), tuple(x.shape), x.dtype)
+
+
+class Crossing(Ends):
+    """One boundary, both ends: x to the next stage, its gradient back, through frames."""
+
+    def __init__(self, wire: Wire, index: int) -> None:
+        there, back = f"forward {index}→{index + 1}", f"backward {index + 1}→{index}"
+        super().__init__((wire.forward, there), (wire.backward, back))
+        self.part = Part(0, None, True)  # of the step, set by whoever begins it
 
     def __call__(self, x: Tensor) -> Tensor:
         return _Cross.apply(x, self)
@@ -131,11 +137,11 @@ class _Cross(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, crossing: Crossing) -> Tensor:  # type: ignore[override]
         ctx.crossing = crossing
-        return crossing.carry(x, 0)
+        return crossing.carry(crossing.part, x, 0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.crossing.carry(gradient.contiguous(), 1), None
+        return ctx.crossing.carry(ctx.crossing.part, gradient.contiguous(), 1), None
 
 
 def text(files: Iterable[Path], size: Size, seed: int) -> Tensor:
@@ -215,7 +221,8 @@ def finetune(name: str, wire: Any, seed: int, size: Size, device: torch.device, 
                 group["lr"] = size.rate * (1 - step / steps)
             step += 1
             for crossing in crossings:
-                crossing.begin(step, at.tolist())
+                crossing.begin(step)
+                crossing.part = Part(0, tuple(at.tolist()), True)
             optimiser.zero_grad()
             loss_of(model, train[at.to(device)], crossings).backward()  # type: ignore[arg-type]
             optimiser.step()

@@ -30,13 +30,13 @@ import gpu_ranks
 import torch
 import torch.multiprocessing as mp
 from gpu_pipeline import shared_card
-from gpu_quality import STAGES, Model, Size, held_out_loss, library, loss_of, pretrain, sources
+from gpu_quality import STAGES, Ends, Model, Size, held_out_loss, library, loss_of, pretrain, sources
 from lazy_error_figure import draw
 from torch import Tensor, nn
 
 from thinwire.codecs import Centered, LowRank, Quantize
 from thinwire.memory import ErrorFeedback
-from thinwire.parallel.boundary import Lane, Part
+from thinwire.parallel.boundary import Part
 from thinwire.wire import Link
 
 CODECS = {"3 bits": Quantize(3), "rank 16": LowRank(16)}
@@ -59,31 +59,24 @@ def links(codec: str) -> dict[str, Link]:
     }  # fmt: skip
 
 
-class Boundary:
+class Boundary(Ends):
     """Both ends of a boundary's backward messages; activations pass as they are."""
 
     def __init__(self, link: Link, index: int) -> None:
-        self.lanes = [Lane(link, f"backward {index + 1}→{index}", end, 0) for end in ("send", "recv")]
+        super().__init__((link, f"backward {index + 1}→{index}"))
         self.microbatch = 0
 
     def begin(self, step: int) -> None:
         self.microbatch = 0
-        for lane in self.lanes:
-            lane.begin(step)
-
-    def end(self) -> None:
-        for lane in self.lanes:
-            lane.settle()
-            assert not lane.faults, lane.faults
-            lane.end_step(True)
+        super().begin(step)
 
     def send(self, a: Tensor, g: Tensor) -> Tensor:
         """ĝ of one micro-batch."""
-        part, (send, recv) = Part(self.microbatch, None, True), self.lanes
+        part, trial = Part(self.microbatch, None, True), self.lanes[0].trial
         self.microbatch += 1
-        if send.trial is not None:
-            send.trial.note_activation(part.microbatch, 0, a)
-        return recv.recv(part, 0, send.send(part, 0, g), tuple(g.shape), g.dtype)
+        if trial is not None:
+            trial.note_activation(part.microbatch, 0, a)
+        return self.carry(part, g)
 
     def residual(self) -> float:
         """Its energy."""

@@ -1,8 +1,10 @@
-"""Shared test settings: no deadlines (compilation is slow once), reproducible examples, small thread pools."""
+"""Shared test settings: no deadlines (compilation is slow once), reproducible examples, small thread pools; a world."""
 
 import os
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -12,3 +14,11 @@ settings.register_profile(
 settings.register_profile("long", parent=settings.get_profile("thinwire"), max_examples=1000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "thinwire"))
 torch.set_num_threads(2)
+
+
+@pytest.fixture
+def alone():
+    """A world of one rank in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -432,6 +432,52 @@ def test_arguments_that_triton_compiles_for_are_of_different_kinds():
     assert len(groups) > 12
 
 
+class Traced:
+    """Stands for a Triton kernel with two constants: notes what was compiled, and with what it was called again."""
+
+    arg_names = ("x", "n", "WIDE", "TALL")
+
+    def __init__(self):
+        self.compiled, self.calls = 0, []
+
+    def __getitem__(self, grid):
+        def compile_(*args, **named):
+            self.compiled += 1
+            number = self.compiled
+            return type(
+                "Compiled", (), {"__getitem__": lambda _, at: lambda *a: self.calls.append((number, at, a[1:]))}
+            )()
+
+        return compile_
+
+
+class Held:
+    """A tensor on a card, as far as a launch looks."""
+
+    def __init__(self, card):
+        self.get_device = lambda: card
+
+
+def test_a_handle_is_used_again_for_its_own_kind_only():
+    """Every change of kernel, card, options, constants or arguments compiles; then each calls its own, constants in the
+    kernel's order."""
+    run, cards = importlib.import_module("thinwire.kernels.gpu.launch")._run, [Held(0), Held(1)]
+    kernel, other = Traced(), Traced()
+    usual, sizes = {"num_warps": 4, "maxnreg": None}, {"TALL": 8, "WIDE": 7}
+    ways = [
+        (kernel, 3, (cards[0], 5), sizes, usual), (kernel, 3, (cards[1], 5), sizes, usual),
+        (kernel, 3, (cards[0], 16), sizes, usual), (kernel, 3, (cards[0], 5), {**sizes, "TALL": 9}, usual),
+        (kernel, 3, (cards[0], 5), sizes, {**usual, "num_warps": 8}),
+        (kernel, 3, (cards[0], 5), sizes, {**usual, "maxnreg": 32}), (other, 3, (cards[0], 5), sizes, usual),
+    ]  # fmt: skip
+    for _ in range(2):
+        for way in ways:
+            run(*way)
+    assert (kernel.compiled, other.compiled) == (6, 1)
+    expected = [(i + 1, (3, 1, 1), (a[1], c["WIDE"], c["TALL"])) for i, (_, _, a, c, _) in enumerate(ways[:6])]
+    assert kernel.calls == expected and other.calls == [(1, (3, 1, 1), (5, 7, 8))]
+
+
 def test_cpu_tensors_without_the_interpreter_get_a_clear_error():
     code = (
         "import torch; from thinwire.kernels import bits\n"

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from thinwire.cli import main
 from thinwire.errors import UsageError
@@ -253,13 +252,6 @@ def test_restarts_on_several_machines_want_a_new_store(monkeypatch):
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(UsageError, match=r"--max-restarts 3 .* TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         join("gloo", timedelta(seconds=1))
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_checkpoints_are_whole_and_few(tmp_path, alone):

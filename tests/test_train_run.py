@@ -7,10 +7,12 @@ import random
 import shutil
 
 import pytest
-from train_ranks import MAX, live, settings, several
+from train_ranks import MAX, live, settings, several, troubled
 
 from thinwire.lab import Network, check
 from thinwire.lab.errors import RankFailed
+from thinwire.planner.settings import read_wire
+from thinwire.planner.sizes import message_bytes
 from thinwire.train.metrics import read_events
 
 pytestmark = [
@@ -19,10 +21,17 @@ pytestmark = [
 ]
 PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.loop")
 SQUARE = {"dp": 2, "pp": 2}
+FEW = {"samples": 24, "held_out": 0.0}  # three steps an epoch: deltas are warm from the fourth on
+WAYS = ("forward", "backward")
+BYTES = tuple(f"{kind}_bytes" for kind in (*WAYS, "gradient", "embedding", "raw"))
+
+
+def steps(out) -> list[dict]:
+    return [e for e in read_events(out / "metrics.jsonl") if e["kind"] == "step"]
 
 
 def losses(out) -> list[tuple[int, float]]:
-    return [(e["step"], e["loss"]) for e in read_events(out / "metrics.jsonl") if e["kind"] == "step"]
+    return [(e["step"], e["loss"]) for e in steps(out)]
 
 
 def held_out(out) -> list[float]:
@@ -82,10 +91,11 @@ def test_a_mesh_equals_one_process(tmp_path):
 
 @pytest.mark.timeout(280)
 def test_resuming_is_bitwise(tmp_path):
-    """From any checkpoint, uncompressed and with everything compressed: the same losses, the same weights."""
+    """From any checkpoint, uncompressed and with everything compressed: the same losses, the same weights; bytes and
+    seconds are counted on."""
     wires = {"off": {}, "max": MAX}
     with Network(hosts=4, preload=PRELOAD) as net:
-        first = [(settings(tmp_path / name, wire, mesh=SQUARE), False) for name, wire in wires.items()]
+        first = [(settings(tmp_path / name, wire, mesh=SQUARE, data=FEW), False) for name, wire in wires.items()]
         whole = merged(net.run(several, first, timeout=120, echo=False))
         again = []
         for name, wire in wires.items():
@@ -93,13 +103,42 @@ def test_resuming_is_bitwise(tmp_path):
                 out = tmp_path / f"{name}{step}"
                 folder = f"step-{step:08d}"
                 shutil.copytree(tmp_path / name / "checkpoints" / folder, out / "checkpoints" / folder)
-                again.append((settings(out, wire, mesh=SQUARE), True))
+                again.append((settings(out, wire, mesh=SQUARE, data=FEW), True))
         resumed = merged(net.run(several, again, timeout=120, echo=False))
     for i, (config, _) in enumerate(again):
         name = config.run.out
         assert resumed[i] == whole[i // 2], name
-        expected = losses(tmp_path / ("off" if i < 2 else "max"))
-        assert losses(tmp_path / name) == expected[-len(losses(tmp_path / name)) :] != []
+        before, after = steps(tmp_path / ("off" if i < 2 else "max")), steps(tmp_path / name)
+        at = 3 + 3 * (i % 2)
+        for key in ("step", "loss", "norm", "lr", "hit_rate", *BYTES):
+            assert [e[key] for e in after] == [e[key] for e in before[at:]] != [], (name, key)
+        assert after[0]["seconds"] > before[at - 1]["seconds"]
+    _check_bytes(steps(tmp_path / "max"), wires["max"])
+
+
+def _check_bytes(events, wire) -> None:
+    """What a step sends forward and back is what the planner says of these messages, cold and then warm."""
+    shape, messages = (8 // 2 // 2, 32, 32), 2 * 2  # of both replicas' two micro-batches, over one boundary
+    planned = read_wire(wire)
+    for at, event in enumerate(events):
+        sent = {way: event[f"{way}_bytes"] - (events[at - 1][f"{way}_bytes"] if at else 0) for way in WAYS}
+        assert sent["forward"] == messages * message_bytes(planned.forward, shape, cold=at < 3), (at, sent)
+        assert sent["backward"] == messages * message_bytes(planned.backward, shape), (at, sent)
+    assert [e["hit_rate"] for e in events[2:6]] == [0.0, 1 / 4, 2 / 5, 3 / 6]
+
+
+@pytest.mark.timeout(120)
+def test_a_step_that_failed_on_one_rank_leaves_no_trace_on_any(tmp_path):
+    """NaN in one weight's gradient, of the last stage of one replica; and a tied copy that differs is made equal."""
+    config = settings(tmp_path / "out", MAX, mesh=SQUARE)
+    with Network(hosts=4, preload=PRELOAD) as net:
+        ranks = net.run(troubled, config, timeout=100, echo=False)
+    for rank in ranks:
+        assert rank.changed == [] and rank.stops and rank.skips == [1, 1] and rank.healed == 1, rank
+    assert len({rank.copy for rank in ranks}) == 1
+    events = steps(tmp_path / "out")
+    assert [e["norm"] is None for e in events] == [False, False, True, False, False]
+    assert [(e["skips"], e["healed"]) for e in events] == [(0, 0), (0, 0), (1, 0), (1, 1), (1, 1)]
 
 
 @pytest.mark.timeout(280)
@@ -132,7 +171,9 @@ def test_resuming_on_another_mesh(tmp_path):
 def test_killed_ranks_change_nothing(tmp_path):
     """kill -9 of a random rank at a random moment, restart with --resume: the weights of an undisturbed run."""
     kills, rng = int(os.environ.get("THINWIRE_KILLS", 2)), random.Random(int(os.environ.get("THINWIRE_SEED", 0)))
-    smooth, rough = (settings(tmp_path / n, MAX, mesh=SQUARE, run={"checkpoint_every": 2}) for n in ("smooth", "rough"))
+    smooth, rough = (
+        settings(tmp_path / n, MAX, mesh=SQUARE, data=FEW, run={"checkpoint_every": 2}) for n in ("smooth", "rough")
+    )
     with Network(hosts=4, preload=PRELOAD) as net:
         expected = merged(net.run(several, [(smooth, False)], timeout=100, echo=False))[0]
         took = read_events(tmp_path / "smooth" / "metrics.jsonl")[-1]["seconds"]

@@ -87,7 +87,8 @@ def test_stopping_and_killing_change_nothing_in_a_cube(tmp_path):
     """Everything compressed: resumed, and killed with -9 at random moments, the weights of an undisturbed run."""
     kills, rng = int(os.environ.get("THINWIRE_KILLS", 1)), random.Random(1)
     wire = {**MAX, "gradient": {**MAX["gradient"], "exact_dims": 0}}  # norms, which all slices share, stay exact anyway
-    smooth, again, rough = (cube(tmp_path / name, wire) for name in ("smooth", "again", "rough"))
+    few = {"samples": 18, "held_out": 0.1}  # two steps an epoch: what is resumed at step 2 is warm
+    smooth, again, rough = (cube(tmp_path / name, wire, data=few) for name in ("smooth", "again", "rough"))
     with Network(hosts=4, preload=PRELOAD) as net:
         expected = merged(net.run(several, [(smooth, False)], per_host=2, timeout=100, echo=False))[0]
         shutil.copytree(tmp_path / "smooth" / STEP_2, tmp_path / "again" / STEP_2)

@@ -73,6 +73,57 @@ def live(config: TrainConfig, resume: bool) -> int:
     return train_rank(config, resume, patience=20.0)
 
 
+class Troubled(NamedTuple):
+    changed: list[str]  # what a skipped step has changed of weights, moments and compression state
+    stops: bool  # once one rank was asked to
+    skips: list[int]  # counted here, and after resuming
+    healed: int
+    copy: float  # of the tied embedding and its moments, as a sum
+
+
+def troubled(config: TrainConfig) -> Troubled:
+    """Three steps, the last with a NaN in one rank's last weight; two more, before which its tied copy is changed."""
+    dist.init_process_group("gloo")
+    trainer = Trainer(config, say=lambda line: None)
+    update, struck = trainer.parts.update, dist.get_rank() == dist.get_world_size() - 1
+    weight = trainer.parts.named[trainer.parts.stages[max(trainer.parts.stages)].tied]
+
+    def state() -> dict[str, torch.Tensor]:
+        kept = update.state_dict() | {name: p.detach() for name, p in trainer.parts.named.items()}
+        counters = [name for name in kept if name.endswith("/step") and not name.startswith("optim/")]
+        return {name: value.clone() for name, value in kept.items() if name not in counters}
+
+    for _ in range(2):
+        trainer._train_step()
+    before = state()
+    some = next(p for name, p in trainer.parts.named.items() if p is not weight)
+    spoil = some.register_hook(lambda g: g.fill_(torch.nan)) if struck else None
+    trainer._train_step()
+    after = state()
+    if spoil is not None:
+        spoil.remove()
+        with torch.no_grad():
+            weight[5, 7] += 1
+    for _ in range(2):
+        trainer._train_step()
+    trainer.stop.asked = struck
+    stops = trainer._agreed_to_stop()
+    trainer._save()
+    update.close()
+    resumed = Trainer(config, resume=True, say=lambda line: None).parts.update
+    resumed.close()
+    assert update.tied is not None and update.adam is not None
+    held = [weight.detach(), *(v for _, v in sorted(update.adam.state[weight].items()))]
+    changed = [name for name in before | after if not torch.equal(before[name], after[name])]
+    return Troubled(
+        changed,
+        stops,
+        [update.skips, resumed.skips],
+        update.tied.healed,
+        sum(float(value.double().sum()) for value in held),
+    )
+
+
 def compressed(configs: list[TrainConfig]) -> list[set[int]]:
     """Of every run, the layers of this rank whose gradients are compressed; nothing is trained."""
     if not dist.is_initialized():

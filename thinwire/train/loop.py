@@ -166,6 +166,7 @@ class Trainer:
         state["cut"] = self._cut()
         if self.parts.decision is not None:
             state[DECISION] = self.parts.decision.pack()
+        state["skips"] = torch.tensor(self.parts.update.skips)
         return state | {"step": torch.tensor(self.step), "seconds": torch.tensor(self.seconds, dtype=torch.float64)}
 
     def _load(self, path: Path) -> None:
@@ -174,7 +175,7 @@ class Trainer:
 
         def wanted(name: str) -> bool:
             known = (
-                name in ("step", "seconds", "cut")
+                name in ("step", "seconds", "skips", "cut")
                 or name.startswith((own, "data/"))
                 or (plain_name(name).removeprefix("model/") in named and concerns(name, place))
             )
@@ -206,6 +207,7 @@ class Trainer:
             {n.removeprefix("data/"): int(v) for n, v in state.items() if n.startswith("data/")}
         )
         self.step, self.seconds = int(state["step"]), float(state["seconds"])
+        update.skips = int(state.get("skips", 0))  # not in checkpoints of before
         self.say(f"resumed at step {self.step} from {path}")
 
     def _placed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -43,7 +43,8 @@ def program(tmp_path: Path) -> str:
 
 def test_run_shows_output_table_and_json(program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "out" / "run.json"
-    words = ["lab", "run", "--hosts", "2", "--rate", "100mbit", "--preload", "torch", "--json", str(record)]
+    words = ["lab", "run", "--hosts", "2", "--rate", "100mbit", "--mtu", "9000"]
+    words += ["--preload", "torch", "--json", str(record)]
     assert cli.main([*words, "--", "python", program, "--flag", "x"]) == 0
     said = capsys.readouterr().out
     assert "host0 | rank 0 has 2 ['--flag', 'x']" in said and "host1 | rank 1 has 2" in said
@@ -52,6 +53,7 @@ def test_run_shows_output_table_and_json(program: str, tmp_path: Path, capsys: p
     assert result["status"] == 0 and [rank["status"] for rank in result["ranks"]] == [0, 0]
     for link in result["links"]:
         assert 2_000_000 <= link["sent"] <= 2_000_000 * 1.05 + 65536
+    assert result["mtu"] == 9000
     assert result["links"][1]["address"] == "10.77.0.2" and result["links"][0]["up"] == 1e8
 
 
@@ -60,6 +62,10 @@ def test_a_failing_rank_gives_its_status(program: str, capsys: pytest.CaptureFix
     assert cli.main([*words, "--", "python", program, "fail"]) == 9
     shown = capsys.readouterr()
     assert "rank 1 on host1 exited with status 9" in shown.err and "rank 1 has 2" in shown.err
+
+
+def test_a_killed_rank_gives_the_shells_status() -> None:
+    assert cli.main(["lab", "run", "--", "sh", "-c", "kill -9 $$"]) == 128 + 9
 
 
 def test_a_time_limit_gives_124(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +87,9 @@ def test_a_time_limit_gives_124(capsys: pytest.CaptureFixture[str]) -> None:
         (["--latency", "10", "--", "true"], "latency '10'"),
         (["--loss", "200%", "--", "true"], "loss '200%'"),
         (["--timeout", "never", "--", "true"], "timeout 'never'"),
+        (["--patience", "great", "--", "true"], "patience 'great'"),
+        (["--mtu", "200", "--", "true"], "mtu 200: allowed is a whole number from 576 to 9216"),
+        (["--mtu", "large", "--", "true"], "mtu 'large'"),
         (["--per-host", "0", "--", "true"], "per-host '0'"),
         (["--hosts", "2"], "no program"),
         (["--", "no-such-program"], "no such command: no-such-program"),

@@ -86,6 +86,7 @@ def test_variables_results_and_output(net: Network, capsys: pytest.CaptureFixtur
     assert last["GLOO_SOCKET_IFNAME"] == last["NCCL_SOCKET_IFNAME"] == "eth0"
     assert "host1.0 | hello from host1" in capsys.readouterr().out
     assert len(results) == 4 and results.seconds > 0
+    assert net.run(lab_programs.whoami, "again")[0]["MASTER_PORT"] != last["MASTER_PORT"]
 
 
 def test_commands_and_environment(net: Network, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +104,7 @@ def test_hosts_reach_each_other_by_name_and_nothing_else(net: Network) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert list(net.run(lab_programs.connect_to, port)) == ["ConnectionRefusedError"] * 2
-    command = "import socket; print(socket.gethostbyname('host0'), socket.gethostbyname('host1'))"
+    command = "import socket; assert [socket.gethostbyname(f'host{i}')[-4:] for i in (0, 1)] == ['.0.1', '.0.2']"
     net.run([sys.executable, "-c", command])
 
 
@@ -135,7 +136,12 @@ def test_jumbo_frames_go_through_sites_and_switches_whole(net: Network, tmp_path
     assert list(net.run(lab_programs.whole_packet, 1473)) == [0, 0]
     (tmp_path / "two.toml").write_text('mtu = 9000\n[sites.a]\n[sites.b]\n[[hosts]]\nsite = "a"\nname = "host0"\n'
                                        '[[hosts]]\nsite = "b"\nname = "host1"\n')  # fmt: skip
-    for network in (Network(2, "5mbit", mtu=9000, preload=()), Network(topology=tmp_path / "two.toml", preload=())):
+    late = Network(2, latency="1ms", mtu=9000, preload=())
+    for network in (
+        Network(2, "5mbit", mtu=9000, preload=()),
+        late,
+        Network(topology=tmp_path / "two.toml", preload=()),
+    ):
         with network:
             assert list(network.run(lab_programs.whole_packet, 8972)) == [8972, 8972]
             assert list(network.run(lab_programs.whole_packet, 8973)) == [0, 0]
@@ -164,9 +170,9 @@ def test_rates_and_links_change_while_a_program_runs() -> None:
     with Network(hosts=2, rate="100mbit", preload=()) as network:
         job = network.start(lab_programs.drip, "plain")
 
-        def settles(low: float, high: float) -> bool:
+        def settles(low: float, high: float, patience: float = 8.0) -> bool:
             """Whether host 0 soon sends at a rate between these; what is under way has to pass first."""
-            until = time.monotonic() + 8.0
+            until = time.monotonic() + patience
             while time.monotonic() < until:
                 before, began = job.traffic()["host0"].sent, time.monotonic()
                 assert not job.watch(0.4)
@@ -177,6 +183,12 @@ def test_rates_and_links_change_while_a_program_runs() -> None:
         assert settles(0.85e8, 1.1e8)
         network.set_rate("host0", up="8mbit")
         assert settles(6.5e6, 9e6)
+        network.set_rate("host0", up="100mbit")
+        assert settles(0.85e8, 1.1e8)
+        network.set_rate("host1", down="20mbit")
+        assert settles(1.6e7, 2.4e7)
+        network.set_rate("host1", up="50mbit")  # and still receives at 20
+        assert not settles(4e7, 1e12, 1.5) and settles(1.6e7, 2.4e7)
         network.set_rate(0, "unlimited")
         network.set_rate(1, "unlimited")
         assert settles(2e8, 1e12)

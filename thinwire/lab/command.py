@@ -164,6 +164,7 @@ def _record(
         "seconds": seconds,
         "setup_seconds": net.setup_seconds,
         "delay": net.delay,
+        "mtu": net.topology.mtu,
         "notes": net.notes,
         "links": [
             {"name": name, **places.get(name, {}), **asdict(link), **asdict(traffic[name])}

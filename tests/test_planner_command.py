@@ -21,7 +21,7 @@ from thinwire.memory import Delta, Plain
 from thinwire.planner import command, network, sizes
 from thinwire.planner.config import Run, read_run
 from thinwire.planner.model import UNIT_BYTES, Model, units, values
-from thinwire.planner.predict import predict, sweep, worth
+from thinwire.planner.predict import BreakEven, predict, sweep, worth
 from thinwire.planner.schedule import generate
 from thinwire.planner.settings import preset, read_wire
 from thinwire.planner.step import Send, Traffic
@@ -195,6 +195,16 @@ def test_every_collective_is_planned(table: dict[str, Any]) -> None:
     assert 0 < sent <= dense
 
 
+def test_two_levels_count_what_crosses_inside_too() -> None:
+    table = {"collective": "hierarchical", "across": {"collective": "quantized", "bits": 4}}
+    sites = {"ranks_per_site": 2, "inside_rate": "1gbit"}
+    run = small(model={"tied": False}, mesh={"dp": 4, "pp": 1}, network=sites, wire={"gradient": table})
+    assert run.wire is not None
+    n = sum(map(values, run.model.stage(0, 1)))
+    across = network.two_hop(codecs.Quantize(4).nbytes((n // 2,), torch.float32), 2).nbytes
+    assert predict(run, run.wire).sent[Traffic.GRADIENT] == network.dense_ring(4 * n, 2).nbytes + across
+
+
 def test_model_parameters_and_units() -> None:
     model = Model(layers=24, hidden=1024, seq=1024, vocab=50257)
     total = sum(values(s) for stage in range(4) for s in model.stage(stage, 4)) + model.embedding_values()
@@ -212,6 +222,30 @@ def test_faster_networks_and_thinner_wires_are_not_slower() -> None:
     assert predict(run, preset("safe")).makespan < predict(run, preset("bf16")).makespan < seconds[1]
 
 
+def test_a_step_of_one_micro_batch_is_the_sum_of_its_parts() -> None:
+    """Two stages: computing, both codecs, wire and latency each way. One stage, two replicas: then the exchange, by its
+    bytes, messages and codec."""
+    network_, compute = {"rate": "8mbit", "latency": "3ms"}, {"forward": "10ms", "encode": 1e7, "decode": 2e7}
+    common = {"batch": {"microbatches": 1}, "compute": compute, "network": network_}
+    ways = {"forward": {"codec": "quantize", "bits": 4}, "backward": {"codec": "quantize", "bits": 8}}
+    run = small(model={"tied": False}, mesh={"dp": 1, "pp": 2}, **common)
+    wire, shape = read_wire(ways), (1, 32, 64)
+    sent = [sizes.message_bytes(setting, shape) for setting in (wire.forward, wire.backward)]
+    raw = 4 * values(shape)
+    computing = sum(sum(part) for part in (run.work.forward, run.work.backward_input, run.work.backward_weight))
+    result = predict(run, wire)
+    assert result.makespan == pytest.approx(computing + sum(sent) / 1e6 + 2 * (3e-3 + raw / 1e7 + raw / 2e7))
+    assert predict(run, preset("off")).makespan == pytest.approx(computing + 2 * (raw / 1e6 + 3e-3))
+    run = small(model={"tied": False}, mesh={"dp": 2, "pp": 1}, **common)
+    wire = read_wire({"gradient": {"collective": "quantized", "bits": 4}})
+    shapes = run.model.stage(0, 1)
+    _, cost = sizes.reduction(wire.gradient, shapes, 2)
+    raw = 4 * sum(map(values, shapes))
+    computing = sum(sum(part) for part in (run.work.forward, run.work.backward_input, run.work.backward_weight))
+    expected = computing + cost.nbytes / 1e6 + cost.messages * 3e-3 + raw / 1e7 + raw / 2e7
+    assert predict(run, wire).makespan == pytest.approx(expected) and cost.messages == 2
+
+
 def test_break_even_lies_where_the_codec_costs_what_it_saves() -> None:
     run = small(compute={"encode": 5e7, "decode": 5e7})
     curves = {c.wire: c for c in sweep(run, [preset("off"), preset("safe")], [1e6, 1e7, 1e8, 1e9, 1e10])}
@@ -221,6 +255,9 @@ def test_break_even_lies_where_the_codec_costs_what_it_saves() -> None:
         there = run.at(found.rate * factor)
         assert (predict(there, preset("safe")).makespan < predict(there, preset("off")).makespan) == faster
     assert curves["off"].faster_than == {}
+    for speed, said in ((1e15, "always"), (1e3, "never")):
+        run = small(compute={"encode": speed, "decode": speed})
+        assert sweep(run, [preset("off"), preset("safe")], [1e6, 1e7])[1].faster_than["off"] == BreakEven(said)
 
 
 def test_cold_deltas_cost_a_plain_message() -> None:
@@ -251,6 +288,9 @@ def test_tied_embedding_costs_its_closed_form() -> None:
     assert own == network.embedding_separate(values_bytes, 2).nbytes
     assert fused[between].hop.nbytes == network.embedding_fused(values_bytes, 2).nbytes
     assert Send(Traffic.GRADIENT, 0, 1) not in fused
+    coded = {"embedding": {"collective": "quantized", "bits": 4, "sync": "fused"}}
+    nbytes = codecs.Quantize(4).nbytes((500 * 64,), torch.float32)
+    assert predict(run, read_wire(coded)).messages[between].hop.nbytes == network.two_hop(nbytes, 2 * 2).nbytes
 
 
 def test_worth_names_the_set() -> None:

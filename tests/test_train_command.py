@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from thinwire.cli import main
 from thinwire.errors import UsageError
-from thinwire.train import installed
+from thinwire.train import installed, local
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config import load
 from thinwire.train.metrics import Metrics, read_events
@@ -189,6 +192,38 @@ def test_what_a_run_says_of_itself():
     assert "sent" not in closing("out/x", [alone])
 
 
+def test_options_reach_the_run(tmp_path, monkeypatch):
+    """With the network and the ranks left out: what they would have been given, and what is kept beside the results."""
+    seen, out, run = {}, tmp_path / "elsewhere", write(tmp_path)
+
+    def watched(network, config, resume, timeout, label, rate, stop):
+        seen.update(config=config, resume=resume, timeout=timeout, measured_against=rate)
+        return [step(2), {"kind": "end"}]
+
+    monkeypatch.setattr(local, "Network", lambda **given: seen.update(given) or nullcontext())
+    monkeypatch.setattr(local, "check", lambda: [SimpleNamespace(ok=True)])
+    monkeypatch.setattr(local, "_watched", watched)
+    words = ["--local", "1", "--rate", "3mbit", "--latency", "7ms", "--resume", "--timeout", "9", "--wire", "safe"]
+    assert main(["train", run, *words, "--out", str(out)]) == 0
+    assert (seen["hosts"], seen["rate"], seen["latency"], seen["measured_against"]) == (1, "3mbit", "7ms", 3e6)
+    assert seen["resume"] and seen["timeout"] == 9.0
+    assert seen["config"].run.out == str(out) and seen["config"].wire == {"preset": "safe"}
+    kept = json.loads((out / "config.json").read_text())
+    assert kept["wire"] == {"preset": "safe"} and kept["optim"]["steps"] == 2
+    assert (out / "run.toml").read_text() == Path(run).read_text()
+
+
+def test_a_run_that_takes_too_long_is_stopped():
+    stops = []
+    job = SimpleNamespace(seconds=5.0, stop=lambda: stops.append(1))
+    local._check_time(job, None)
+    local._check_time(job, 6.0)
+    assert not stops
+    with pytest.raises(UsageError, match="longer than 4 s"):
+        local._check_time(job, 4.0)
+    assert stops
+
+
 def test_a_second_run_touches_nothing_of_the_first(tmp_path, capsys):
     """Refused before its configuration or metrics are overwritten."""
     out = tmp_path / "out"
@@ -242,7 +277,7 @@ def test_torchrun_names_a_lost_rank_and_goes_on(tmp_path):
     heard = said.read_text()
     assert status == 0 and ("lost rank 1" in heard or "(exitcode: -9) local_rank: 1" in heard), heard[-3000:]
     resumed = int(heard.partition("resumed at step ")[2].split()[0])
-    assert resumed >= 16 and resumed % 8 == 0
+    assert resumed >= 16 and resumed % 8 == 0 and "(120/120)" in heard
     assert [e["step"] for e in read_events(metrics) if e["kind"] == "step"] == list(range(1, 121))
 
 
@@ -267,6 +302,18 @@ def test_checkpoints_are_whole_and_few(tmp_path, alone):
         file.write_bytes(file.read_bytes()[:10])
     with pytest.raises(UsageError, match="no whole checkpoint"):
         kept.read(newest, lambda name: True)
+
+
+def test_machines_that_share_no_folder_take_the_newest_that_all_have(tmp_path, alone, monkeypatch):
+    def gathered(everyone, mine):
+        everyone[:] = [mine, [2, 3], [1, 2, 3]]
+
+    for number in (1, 2, 4):
+        (tmp_path / f"step-{number:08d}").mkdir()
+    kept = Checkpoints(tmp_path)
+    kept.size = 3
+    monkeypatch.setattr(dist, "all_gather_object", gathered)
+    assert kept.agreed_newest() == tmp_path / "step-00000002" and kept.newest() == tmp_path / "step-00000004"
 
 
 def test_metrics_drop_what_will_be_done_again(tmp_path):

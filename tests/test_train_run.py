@@ -7,7 +7,7 @@ import random
 import shutil
 
 import pytest
-from train_ranks import MAX, live, settings, several, troubled
+from train_ranks import MAX, live, norms, settings, several, troubled
 
 from thinwire.lab import Network, check
 from thinwire.lab.errors import RankFailed
@@ -208,7 +208,10 @@ def test_variants_train_and_are_loaded_back(tmp_path):
         for name in runs:
             shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000009")
         again = merged(net.run(several, [(config, True) for config in runs.values()], timeout=120, echo=False))
+        brief = {"name": "frozen_adam", "warmup": 1, "steps": 2}
+        seen = net.run(norms, settings(tmp_path / "norms", frozen, mesh=SQUARE, optim=brief), timeout=60, echo=False)
     assert first == again
+    assert len(seen[0]) == 2 and all(one == seen[0] for one in seen), "all clip by the same, though gradients are local"
     for name in runs:
         assert held_out(tmp_path / name)[-1] < held_out(tmp_path / name)[0] - 0.05, name
     transformers = pytest.importorskip("transformers")

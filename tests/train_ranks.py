@@ -73,6 +73,16 @@ def live(config: TrainConfig, resume: bool) -> int:
     return train_rank(config, resume, patience=20.0)
 
 
+def norms(config: TrainConfig) -> list[float | None]:
+    """Of every step, as this rank clips by."""
+    dist.init_process_group("gloo")
+    trainer, found = Trainer(config, say=lambda line: None), []
+    apply = trainer.parts.update.apply
+    with mock.patch.object(trainer.parts.update, "apply", lambda rate: found.append(apply(rate)) or found[-1]):
+        trainer.fit()
+    return found
+
+
 class Troubled(NamedTuple):
     changed: list[str]  # what a skipped step has changed of weights, moments and compression state
     stops: bool  # once one rank was asked to

@@ -34,9 +34,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    """One run of what the assertions need, shared by the tests below (EControl, as slow as EF21, has its own)."""
-    planned = experiments.plan(("ridge", "interpolation", "two-stage"), SEEDS, quick=True)
-    tasks = [task for task in planned if task.figure != "randk" and task.label != "EControl"]
+    """One run of what the assertions need, shared by the tests below: what --quick runs."""
+    tasks = experiments.plan(("ridge", "interpolation", "two-stage"), SEEDS, quick=True)
     return experiments.run(tasks, Results(SEEDS), lambda note, done: None)
 
 
@@ -61,15 +60,11 @@ def test_inexact_methods_stall(results: Results, method: str, low: float, high: 
     assert low < results.traces["methods"][method].floor()[0] < high
 
 
-@pytest.mark.parametrize("method", [name for name in checks.EXACT if name != "EControl"])
-def test_exact_methods_reach_the_last_error(results: Results, method: str) -> None:
-    assert results.traces["methods"][method].error[-1][0] <= 1e-18
-
-
-def test_econtrol_is_exact() -> None:
-    problem = problems.ridge(SEEDS)
-    method = next(m for m in methods.every(problem, density=0.9) if m.name == "EControl")
-    assert simulate(method, problem, SEEDS).error[-1][0] <= 1e-18
+@pytest.mark.parametrize("method", checks.EXACT)
+def test_exact_methods_reach_the_last_error(results: Results, verified: dict[str, Check], method: str) -> None:
+    q = experiments.MILD.get(method)
+    label = method if q is None else f"{method}, q = {q}"
+    assert results.traces["methods"][label].error[-1][0] <= 1e-18 and f"{label} reaches 1e-18" in verified
 
 
 def test_iterations_are_the_sheet_s(results: Results) -> None:
@@ -224,9 +219,9 @@ def test_step_sizes_by_hand() -> None:
 def test_the_checks_bite(results: Results) -> None:
     """EF14's trace under EF21's name fails, and nothing else does."""
     faked = dict(results.traces["methods"])
-    faked["EF21"] = faked["EF14"]
+    faked["EF21, q = 0.9"] = faked["EF14"]
     failed = [check.claim for check in checks.verify(Results(SEEDS, {"methods": faked})) if not check.passed]
-    assert failed == ["EF21 reaches 1e-18"]
+    assert failed == ["EF21, q = 0.9 reaches 1e-18"]
 
 
 # --- the command

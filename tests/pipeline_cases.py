@@ -456,6 +456,13 @@ def complaints() -> dict[str, str]:
     hear("length", run, ids=list(range(8)), shape=8)
     run.step(x, y, list(range(8)))
     hear("rows", run, ids=list(range(8)), shape=(9, LENGTH, WIDTH))
+    hear("few", run, ids=[0, 1, 2, 3])
+    hear("many", Run("1F1B", 4, DELTA), ids=list(range(12)))  # in its first step
+    hear("another", run, ids=list(range(8)), shape=(8, LENGTH + 1, WIDTH))
+    run.step(x, y, list(range(8)))
+    out["after"] = f"{run.pipe.stats.skips} skips, {run.pipe.stats.healed} healed"
+    looped = Run("Interleaved1F1B", 4, DELTA)
+    hear("looped", looped, ids=[0, 1, 2, 3])
     other = Wire(forward=Link(Quantize(4, block=16), Delta()), backward=EIGHT)
     hear("codec", Run("1F1B", 4, DELTA if rank else other), ids=list(range(8)))
     odd = Wire(backward=Link(Quantize(8), Plain(), lambda stage, microbatch: microbatch > rank))

@@ -26,13 +26,16 @@ CASES = {
     ],
     4: [
         ("identity", ()), ("mirrors", (16,)), ("shapes", ()), ("lazy_error", ()), ("faults", ()), ("replicas", ()),
-        ("unseen", ()), ("overlapped", ()),
+        ("unseen", ()), ("overlapped", ()), ("complaints", ()),
     ],
 }  # fmt: skip
 WORDS = {
     "missing": "give step(ids=…)", "twice": "sample id 1 stands twice", "type": "not 0.5",
     "number": "ids = 8: must be a list or tensor", "text": "ids = 'abcdefgh': must be a list or tensor",
     "length": "shape = 8: must be the batch's, x.shape",
+    "few": "micro-batch 0 has 2 rows, but 1 were announced for it", "many": "has 2 rows, but 3 were announced",
+    "looped": "micro-batch 0 has 2 rows, but 1 were announced", "after": "0 skips, 0 healed",
+    "another": "micro-batch 0 is (2, 8, 16), unlike (8, 9, 16) before: give step(shape=x.shape)",
     "rows": "8 sample ids for a batch of shape (9, 8, 16)",
     "codec": "stage 0 and stage 1 differ in forward.memory.cold", "when": "stage 0 and stage 1 differ in backward.when",
     "shape": "stage 0 sends (2, 8, 16) torch.float32, but stage 1 expects (2, 7, 16)", "bracket": "outside its bracket",

@@ -97,6 +97,8 @@ class Pipeline:
         try:
             yield self
         except BaseException:
+            for stage in self.stages:
+                stage.early.known = {}  # what was expected need not be true
             self._end(keep=False, count=False)
             raise
         self._close()
@@ -193,6 +195,11 @@ class Pipeline:
         self._met = any(bool((pair.mine >= 0).any()) for pair in pairs)
         for (lane, _), pair, theirs in zip(lanes, pairs, swap_words(pairs, self.group, self.device)):
             self.healed += lane.agree(ids, pair.mine, theirs)
+
+    def complain(self, wrong: str) -> None:
+        """Called by stages of all ranks: raise what the first one says is wrong with the batch."""
+        assert self.meeting is not None
+        self.meeting.herald.announce(wrong)
 
     def backward_began(self) -> None:
         """Called by stages: from here on the next batch may be read."""

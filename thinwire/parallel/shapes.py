@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from thinwire.parallel.announce import Announcement
-from thinwire.parallel.stage import CompressedStage, Spec
+from thinwire.parallel.specs import Spec, outputs_of
+from thinwire.parallel.stage import CompressedStage
 
 Shape = tuple[int, ...]
 
@@ -51,7 +52,9 @@ def infer(shape: Shape, stages: Sequence[CompressedStage], place: Mapping[int, i
         known = next(iter(mine[0].root_inputs.values()), [(shape, torch.float32)])
         found = [[((1, *shape[1:]), dtype) for _, dtype in known]]
     for index in range(stages[0].num_stages - 1):
-        told: list[Any] = [mine[index].infer_outputs(found[index])] if index in mine else [None]
+        told: list[Any] = [None]
+        if index in mine:
+            told = [outputs_of(mine[index].submod, found[index], mine[index].device)]
         dist.broadcast_object_list(told, group=group, group_src=place[index])
         found.append(told[0])
     return found

@@ -28,10 +28,10 @@ from thinwire.parallel.boundary import Lane, Part
 from thinwire.parallel.dropout import seed_dropout
 from thinwire.parallel.early import Arrival, Early, tag
 from thinwire.parallel.overlap import AHEAD, Road
+from thinwire.parallel.specs import REFUSED, Spec, in_words, is_refusal, outputs_of
 from thinwire.parallel.when import Predicate
 from thinwire.wire import Wire
 
-Spec = tuple[tuple[int, ...], torch.dtype]  # of one tensor
 DROPOUT = ("warn", "seed", "ignore")
 
 
@@ -64,7 +64,7 @@ class CompressedStage(PipelineStage):
             raise UsageError(f"dropout = {dropout!r}: allowed are {', '.join(DROPOUT)}")
         self.wire, self.seed, self.dropout = Wire.of(wire), seed, dropout
         given = dict(zip(("input_args", "output_args"), args)) | kwargs
-        self.declared = _shapes(given.get("input_args")), _shapes(given.get("output_args"))
+        self.declared = in_words(given.get("input_args")), in_words(given.get("output_args"))
         self.pipeline: Any = None
         self.microbatches: int | None = None
         self.lanes = Lanes()
@@ -242,6 +242,8 @@ class CompressedStage(PipelineStage):
             for arrival in arrivals:
                 if arrival.work is not None:
                     arrival.work.wait()
+            if way == "forward" and chunk == 0 and any(is_refusal(arrival.frame) for arrival in arrivals):
+                self._refuse(chunk, [(arrival.shape, arrival.dtype) for arrival in arrivals], "")
             tensors = [lane.recv(part, i, a.frame, a.shape, a.dtype) for i, a in enumerate(arrivals)]
         return tensors if road is None else road.deliver(tensors)
 
@@ -263,38 +265,38 @@ class CompressedStage(PipelineStage):
             return
         specs: list[Spec] = [(tuple(a.shape), a.dtype) for a in args if isinstance(a, Tensor)]
         rows, said, before = self._rows(chunk), self.announced.shape, self.root_inputs.get(chunk)
-        for i, (shape, _) in enumerate(specs):
-            if rows is not None and shape[0] != rows:
-                raise UsageError(f"micro-batch {chunk} has {shape[0]} rows, but {rows} were announced for it")
+        wrong, expected = "", list(specs)
+        for i, (shape, dtype) in enumerate(specs):
             told = said or (before[i][0] if before else shape)
-            if (shape[1:] if rows is not None else shape) != (told[1:] if rows is not None else told):
-                raise UsageError(f"micro-batch {chunk} is {shape}, unlike {told} before: give step(shape=x.shape)")
+            expected[i] = (told if rows is None else (rows, *told[1:])), dtype
+            if rows is not None and shape[0] != rows:
+                wrong = wrong or f"micro-batch {chunk} has {shape[0]} rows, but {rows} were announced for it"
+            elif shape != expected[i][0]:
+                wrong = wrong or f"micro-batch {chunk} is {shape}, unlike {told} before: give step(shape=x.shape)"
+        if wrong:
+            self._refuse(chunk, expected, wrong)
         self.root_inputs[chunk] = specs
+
+    def _refuse(self, chunk: int, inputs: list[Spec], wrong: str) -> None:
+        """Raise what is wrong with the batch, on every rank: `inputs` are what this stage would have got, as announced;
+        `wrong` counts on the first stage. In later micro-batches others may wait for more than one message of this
+        rank: then it alone raises, as it does where frames travel beside the computation, or on a card."""
+        lane, s, place = self.lanes.forward_out, self.stage_index, self.pipeline.meeting.place
+        if chunk or self.roads or torch.device(self.device).type != "cpu":
+            raise UsageError(wrong)
+        if lane is not None and place[s + 1] not in [place[i] for i in range(s + 1)]:
+            outputs = outputs_of(self.submod, inputs, self.device)
+            self.fwd_cache[chunk] = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in outputs), []
+            for i, op in enumerate(super().get_fwd_send_ops(chunk)):
+                frame = lane.expect(self._part("forward", chunk, s), i, tuple(op.tensor.shape), op.tensor)
+                dist.send(frame.fill_(REFUSED), op.peer, op.group, self._tag("forward", chunk, i))
+        self.pipeline.complain(wrong)
 
     def _note_activations(self, tensors: list[Tensor], chunk: int) -> None:
         lane = self.lanes.backward_out
         if lane is not None and lane.trial is not None and self.has_backward:
             for i, tensor in enumerate(t for t in tensors if t.is_floating_point()):
                 lane.trial.note_activation(chunk, i, tensor)
-
-    # --- shapes of a batch unlike the first
-
-    def infer_outputs(self, inputs: list[Spec]) -> list[Spec]:
-        """Rows that leave the stage for these that enter: its module on zeros, without touching state or generators."""
-        zeros = [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in inputs]
-        buffers = {name: buffer.clone() for name, buffer in self.submod.named_buffers()}
-        devices = [self.device] if torch.device(self.device).type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            out = torch.func.functional_call(self.submod, buffers, tuple(zeros))
-        return [(tuple(o.shape), o.dtype) for o in (out if isinstance(out, (tuple, list)) else (out,))]
-
-
-def _shapes(declared: Tensor | tuple[Tensor, ...] | None) -> tuple[str, ...] | None:
-    """Static example tensors, in words."""
-    if declared is None:
-        return None
-    tensors = (declared,) if isinstance(declared, Tensor) else declared
-    return tuple(f"{tuple(t.shape)} {t.dtype}" for t in tensors)
 
 
 def _rebuilt(op: dist.P2POp, payload: Tensor, tag: int) -> dist.P2POp:

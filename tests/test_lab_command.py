@@ -79,6 +79,8 @@ def test_a_time_limit_gives_124(capsys: pytest.CaptureFixture[str]) -> None:
         (["--hosts", "0", "--", "true"], "hosts '0'"),
         (["--hosts", "many", "--", "true"], "hosts 'many'"),
         (["--hosts", "400", "--", "true"], "254 addresses"),
+        (["--mtu", "10", "--", "true"], "mtu 10: allowed is a whole number from 576 to 9216"),
+        (["--mtu", "jumbo", "--", "true"], "mtu 'jumbo': allowed is a whole number from 576 to 9216"),
         (["--hosts", "9", "--subnet", "10.9.0.0/29", "--", "true"], "6 addresses"),
         (["--subnet", "home", "--", "true"], "subnet 'home'"),
         (["--rate", "100", "--", "true"], "rate '100'"),

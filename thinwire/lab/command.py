@@ -87,8 +87,10 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
     given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.topology is not None and given:
         raise UsageError(f"--topology says all about the network; leave out --{next(iter(given))}")
-    for name in {"hosts", "mtu"} & set(given):
-        given[name] = _count(given[name], name)
+    if "hosts" in given:
+        given["hosts"] = _count(given["hosts"], "hosts")
+    if given.get("mtu", "").isdecimal():  # what is no number is refused as a wrong one is
+        given["mtu"] = int(given["mtu"])
     return given if args.topology is None else {"topology": args.topology}
 
 

@@ -21,7 +21,7 @@ from thinwire.parallel.agree import describe
 from thinwire.parallel.announce import Herald
 from thinwire.parallel.boundary import Lane
 from thinwire.parallel.dropout import find_dropout
-from thinwire.parallel.stage import CompressedStage, Lanes
+from thinwire.parallel.framed import FramedStage, Lanes
 from thinwire.parallel.when import Plan, predicate
 from thinwire.planner.step import Traffic
 from thinwire.wire import Link
@@ -49,7 +49,7 @@ class Meeting:
     herald: Herald
 
 
-def meet(stages: Sequence[CompressedStage], group: Any, options: dict[str, str], plan: Plan) -> Meeting:
+def meet(stages: Sequence[FramedStage], group: Any, options: dict[str, str], plan: Plan) -> Meeting:
     """Raises one UsageError on all ranks where stages are missing or do not fit."""
     size, rank = world(group)
     mine = {stage.stage_index: _card(stage, options) for stage in stages}
@@ -85,7 +85,7 @@ def _warn_of_dropout(found: dict[int, list[str]], last: int) -> None:
             )
 
 
-def _card(stage: CompressedStage, options: dict[str, str]) -> Card:
+def _card(stage: FramedStage, options: dict[str, str]) -> Card:
     config = describe(stage.wire.forward, "forward") | describe(stage.wire.backward, "backward")
     config = {name: value for name, value in config.items() if not name.endswith(".path")}
     for way, link in (("forward", stage.wire.forward), ("backward", stage.wire.backward)):
@@ -128,7 +128,7 @@ def _compare(index: int, one: Card, other: Card) -> None:
         )
 
 
-def _lanes(stage: CompressedStage, place: dict[int, int], rank: int) -> Lanes:
+def _lanes(stage: FramedStage, place: dict[int, int], rank: int) -> Lanes:
     """Lanes to the neighbours that lie on other ranks; on one rank torch hands tensors over."""
     s, wire = stage.stage_index, stage.wire
     lanes = Lanes()
@@ -141,7 +141,7 @@ def _lanes(stage: CompressedStage, place: dict[int, int], rank: int) -> Lanes:
     return lanes
 
 
-def _forward_lanes(stage: CompressedStage, place: dict[int, int]) -> list[tuple[int, Lane, int]]:
+def _forward_lanes(stage: FramedStage, place: dict[int, int]) -> list[tuple[int, Lane, int]]:
     """(boundary, lane, peer) of the lanes whose samples both ends remember."""
     s, out = stage.stage_index, []
     if stage.lanes.forward_in is not None:
@@ -151,7 +151,7 @@ def _forward_lanes(stage: CompressedStage, place: dict[int, int]) -> list[tuple[
     return out
 
 
-def _predicate(link: Link | None, traffic: Traffic, plan: Plan, ranks: int, stage: CompressedStage) -> Any:
+def _predicate(link: Link | None, traffic: Traffic, plan: Plan, ranks: int, stage: FramedStage) -> Any:
     """(sender, micro-batch) → compress it? Built when the number of micro-batches is known."""
     when = "always" if link is None else link.when
 

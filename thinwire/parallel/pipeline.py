@@ -26,13 +26,13 @@ from thinwire.errors import UsageError
 from thinwire.memory.store import Key
 from thinwire.parallel.announce import Announcement, Ids, Pair, announcement, swap_words
 from thinwire.parallel.boundary import Lane
+from thinwire.parallel.framed import FramedStage
 from thinwire.parallel.meet import Meeting, meet
 from thinwire.parallel.overlap import Road, make_roads
 from thinwire.parallel.prefetch import Prefetch
 from thinwire.parallel.rehearse import rehearse_messages
 from thinwire.parallel.saved import own_part, restore, state_of
 from thinwire.parallel.shapes import Shapes
-from thinwire.parallel.stage import CompressedStage
 from thinwire.parallel.tally import Tally, store_estimate, store_forecast
 from thinwire.parallel.when import Plan
 
@@ -54,14 +54,14 @@ class Pipeline:
     """
 
     def __init__(
-        self, stages: Sequence[CompressedStage], *, nonfinite: str = "nan", evaluate: str = "exact",
+        self, stages: Sequence[FramedStage], *, nonfinite: str = "nan", evaluate: str = "exact",
         plan: Plan | None = None, scale: Callable[[], float] | None = None, samples: int | None = None,
         row: Sequence[int] | None = None, say: Callable[[str], None] = logger.info, overlap: bool = False,
     ) -> None:  # fmt: skip
         for name, value, allowed in (("nonfinite", nonfinite, NONFINITE), ("evaluate", evaluate, EVALUATE)):
             if value not in allowed:
                 raise UsageError(f"{name} = {value!r}: allowed are {', '.join(allowed)}")
-        if not stages or not all(isinstance(stage, CompressedStage) for stage in stages):
+        if not stages or not all(isinstance(stage, FramedStage) for stage in stages):
             raise UsageError(f"a Pipeline takes the CompressedStages of this rank, at least one, not {stages!r:.80}")
         self.stages = sorted(stages, key=lambda stage: stage.stage_index)
         self.group, self.device = stages[0].group, torch.device(stages[0].device)

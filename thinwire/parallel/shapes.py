@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from thinwire.parallel.announce import Announcement
+from thinwire.parallel.framed import FramedStage
 from thinwire.parallel.specs import Spec, outputs_of
-from thinwire.parallel.stage import CompressedStage
 
 Shape = tuple[int, ...]
 
@@ -26,9 +26,7 @@ class Shapes:
         self.known: dict[Shape, list[list[Spec]]] = {}
         self.last: Shape | None = None  # the row of the last batch whose shape was said
 
-    def match(
-        self, said: Announcement, stages: Sequence[CompressedStage], place: Mapping[int, int], group: Any
-    ) -> None:
+    def match(self, said: Announcement, stages: Sequence[FramedStage], place: Mapping[int, int], group: Any) -> None:
         """Tell this rank's stages what comes in this step, where it is not what torch has seen; `place`: stage → rank
         in the group. All ranks of the pipeline call it together."""
         for stage in stages:
@@ -44,7 +42,7 @@ class Shapes:
         self.last = row
 
 
-def infer(shape: Shape, stages: Sequence[CompressedStage], place: Mapping[int, int], group: Any) -> list[list[Spec]]:
+def infer(shape: Shape, stages: Sequence[FramedStage], place: Mapping[int, int], group: Any) -> list[list[Spec]]:
     """Per stage the specs of its inputs, found along the pipeline: each owner computes, all hear."""
     mine = {stage.stage_index: stage for stage in stages}
     found: list[list[Spec]] = [[]]

@@ -2,7 +2,7 @@
 
 The first stage sees a batch only when the others already wait for its first message. Where the batch is not as it was
 announced, a frame that no codec writes goes in that message's place, of the size that is waited for; whoever gets it
-passes it on, and then all ranks hear the complaint together (stage.py).
+passes it on, and then all ranks hear the complaint together (framed.py).
 """
 
 from __future__ import annotations

@@ -35,4 +35,6 @@ def in_words(declared: Tensor | tuple[Tensor, ...] | None) -> tuple[str, ...] | 
 
 
 def is_refusal(frame: Tensor) -> bool:
-    return frame.dtype == torch.uint8 and frame.device.type == "cpu" and bool((frame == REFUSED).all())
+    if frame.dtype != torch.uint8 or frame.device.type != "cpu" or not frame.numel() or int(frame[0]) != REFUSED:
+        return False
+    return bool((frame == REFUSED).all())

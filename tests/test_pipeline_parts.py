@@ -22,6 +22,7 @@ from thinwire.parallel.bench_pipeline_modes import MODES, predicted_bytes
 from thinwire.parallel.boundary import Lane, Part
 from thinwire.parallel.dropout import SampleDropout, find_dropout, seed_dropout
 from thinwire.parallel.lazy import AGAIN, STEPS
+from thinwire.parallel.specs import REFUSED, is_refusal
 from thinwire.parallel.tally import store_forecast
 from thinwire.parallel.when import Plan, critical_sends, predicate
 from thinwire.planner.step import Send, Traffic
@@ -352,3 +353,15 @@ def test_bench_mistakes(words, said, capsys):
 def test_pipeline_options(options):
     with pytest.raises(UsageError, match=next(iter(options))):
         tw.parallel.Pipeline([object()], **options)
+
+
+def test_only_a_frame_can_say_that_a_batch_is_refused():
+    """Whole numbers cross a boundary as they are: a mask of 255s is a mask."""
+    lane = Lane(Link(c.Quantize(4)), "forward 0→1", "send", 0)
+    lane.begin(0)
+    part = Part(0, (0, 1), True)
+    sent = lane.send(part, 0, torch.randn(2, 64))
+    refused = lane.expect(part, 0, (2, 64), torch.empty(2, 64)).fill_(REFUSED)
+    mask = lane.send(part, 1, torch.full((2, 64), REFUSED, dtype=torch.uint8))
+    assert [is_refusal(x, torch.float32) for x in (sent, refused)] == [False, True]
+    assert not is_refusal(mask, mask.dtype)

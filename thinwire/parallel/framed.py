@@ -227,7 +227,7 @@ class FramedStage(PipelineStage):
             for arrival in arrivals:
                 if arrival.work is not None:
                     arrival.work.wait()
-            if way == "forward" and chunk == 0 and any(is_refusal(arrival.frame) for arrival in arrivals):
+            if way == "forward" and chunk == 0 and any(is_refusal(a.frame, a.dtype) for a in arrivals):
                 self._refuse(chunk, [(arrival.shape, arrival.dtype) for arrival in arrivals], "")
             tensors = [lane.recv(part, i, a.frame, a.shape, a.dtype) for i, a in enumerate(arrivals)]
         return tensors if road is None else road.deliver(tensors)
@@ -271,6 +271,8 @@ class FramedStage(PipelineStage):
             raise UsageError(wrong)
         if lane is not None and place[s + 1] not in [place[i] for i in range(s + 1)]:
             outputs = outputs_of(self.submod, inputs, self.device)
+            if not any(dtype.is_floating_point for _, dtype in outputs):  # they go as they are, without a frame
+                raise UsageError(wrong or "the batch is not as it was announced: the first stage's rank says how")
             self.fwd_cache[chunk] = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in outputs), []
             for i, op in enumerate(super().get_fwd_send_ops(chunk)):
                 frame = lane.expect(self._part("forward", chunk, s), i, tuple(op.tensor.shape), op.tensor)

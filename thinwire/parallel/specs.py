@@ -34,7 +34,8 @@ def in_words(declared: Tensor | tuple[Tensor, ...] | None) -> tuple[str, ...] | 
     return tuple(f"{tuple(t.shape)} {t.dtype}" for t in tensors)
 
 
-def is_refusal(frame: Tensor) -> bool:
-    if frame.dtype != torch.uint8 or frame.device.type != "cpu" or not frame.numel() or int(frame[0]) != REFUSED:
+def is_refusal(message: Tensor, dtype: torch.dtype) -> bool:
+    """Whether what came for a tensor of this type is such a frame; whole numbers go as they are: they are none."""
+    if not dtype.is_floating_point or message.device.type != "cpu" or int(message[0]) != REFUSED:
         return False
-    return bool((frame == REFUSED).all())
+    return bool((message == REFUSED).all())

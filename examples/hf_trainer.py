@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from thinwire.parallel.trainers import compress_trainer  # thinwire
+from thinwire.data_parallel.trainers import compress_trainer  # thinwire
 
 
 class Counting(Dataset):

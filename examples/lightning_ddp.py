@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from thinwire.parallel.trainers import compress_trainer  # thinwire
+from thinwire.data_parallel.trainers import compress_trainer  # thinwire
 
 
 class Regression(lightning.LightningModule):

@@ -91,8 +91,8 @@ def channel() -> None:
 
 def convex() -> None:
     """DIANA learns shifts, so it gets to the solution with any unbiased codec; without a memory it stalls before."""
-    from thinwire.convex import methods, problems
-    from thinwire.convex.simulate import simulate
+    from thinwire.theory import methods, problems
+    from thinwire.theory.simulate import simulate
 
     problem = problems.ridge([0], samples=40, dim=10)
     for method in (methods.dcgd(MinMax(7)), methods.diana(MinMax(7))):

@@ -11,7 +11,7 @@ from torch import Tensor
 import thinwire as tw
 from thinwire import collectives as k
 from thinwire.codecs import NaturalDither, Quantize, RandK, TopK
-from thinwire.collectives.base import gather
+from thinwire.collectives.groups import gather
 from thinwire.memory import EF21, Diana, ErrorFeedback, Plain, RandDiana
 
 COLLECTIVES = {

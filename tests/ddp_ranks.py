@@ -16,13 +16,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
 from thinwire.collectives import Dense, LowRank, OkTopk, Quantized
-from thinwire.collectives.base import gather
-from thinwire.collectives.groups import new_group
+from thinwire.collectives.groups import gather, new_group
+from thinwire.data_parallel import auto_switch as auto_module
+from thinwire.data_parallel.reducer import Reducer
 from thinwire.errors import UsageError
-from thinwire.parallel import auto as auto_module
 from thinwire.parallel import compress_ddp, read_state
-from thinwire.parallel.reducer import Reducer
-from thinwire.train.links import exchanges
+from thinwire.train.tune.links import exchanges
 
 
 class Net(nn.Module):

@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from thinwire.collectives import LowRank, OkTopk, Quantized
-from thinwire.collectives.base import gather
+from thinwire.collectives.groups import gather
+from thinwire.data_parallel import auto_switch as auto_module
 from thinwire.errors import UsageError
-from thinwire.parallel import auto as auto_module
 from thinwire.parallel import compress_fsdp
 
 MESH: list[DeviceMesh] = []  # (replica, shard), made once a process

@@ -69,7 +69,7 @@ def connect_to(port: int) -> str:
 
 def round_trip(count: int) -> float:
     """The shortest of some round trips between ranks 0 and 1, in seconds."""
-    from thinwire.lab.bench import connect
+    from thinwire.bench.link import connect
 
     if os.environ["RANK"] == "0":
         with socket.create_server((os.environ["MASTER_ADDR"], 5002)) as server:
@@ -134,7 +134,7 @@ def all_reduce_for_ever(numbers: int) -> None:
 
 def drip(manner: str) -> None:
     """Rank 0 sends to rank 1 for ever, by plain TCP; a stubborn one sleeps on errors."""
-    from thinwire.lab.bench import connect
+    from thinwire.bench.link import connect
 
     address = (os.environ["MASTER_ADDR"], 5003)
     if os.environ["RANK"] == "0":
@@ -154,7 +154,7 @@ def drip(manner: str) -> None:
 
 def tcp_between(source: int, target: int, size: int) -> float:
     """One rank sends to another while the rest do nothing; the target returns its seconds."""
-    from thinwire.lab.bench import connect
+    from thinwire.bench.link import connect
 
     rank, port = int(os.environ["RANK"]), 5004
     if rank == target:

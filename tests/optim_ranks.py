@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import thinwire as tw
 from thinwire.codecs import Identity, ScaledSign
 from thinwire.collectives import Gather, OkTopk, Quantized, TwoHop
-from thinwire.collectives.base import gather
+from thinwire.collectives.groups import gather
+from thinwire.data_parallel.frozen_adam import FrozenAdam
 from thinwire.errors import UsageError
-from thinwire.optim import FrozenAdam
 
 EXACT = tw.Wire(gradient=tw.Reduction(Gather(Identity()), exact_dims=0))
 SIGNS = tw.Wire(gradient=tw.Reduction(TwoHop(ScaledSign(block=32)), exact_dims=0, unit_mb=0.001))

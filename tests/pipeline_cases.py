@@ -31,14 +31,16 @@ from pipeline_ranks import (  # noqa: F401
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from thinwire.channel import Channel
 from thinwire.codecs import LowRank, Quantize
+from thinwire.config.wire import Link, Wire
 from thinwire.errors import UsageError
 from thinwire.memory import Delta, ErrorFeedback, Plain
-from thinwire.parallel import Plan, boundary, early
-from thinwire.parallel.lazy import STEPS
-from thinwire.parallel.overlap import run_ahead
-from thinwire.wire import Link, Wire
+from thinwire.memory.channel import Channel
+from thinwire.parallel import Plan
+from thinwire.pipeline import early_receives as early
+from thinwire.pipeline import lane as boundary
+from thinwire.pipeline.lazy_error import STEPS
+from thinwire.pipeline.overlap import run_ahead
 
 EIGHT = Link(Quantize(8, block=16))
 

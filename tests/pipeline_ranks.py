@@ -13,9 +13,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from thinwire.codecs import Quantize
+from thinwire.config.wire import Link, Wire
 from thinwire.memory import Delta
 from thinwire.parallel import CompressedStage, Pipeline
-from thinwire.wire import Link, Wire
 
 SCHEDULES = {  # name → (torch's class, stages a rank, V-shaped)
     "GPipe": (torch_schedules.ScheduleGPipe, 1, False),

@@ -9,8 +9,8 @@ import pytest
 from lab_support import require_network
 
 from thinwire import cli
-from thinwire.collectives import bench
-from thinwire.collectives.bench import contestants
+from thinwire.bench import allreduce as bench
+from thinwire.bench.allreduce import contestants
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(90)]
 require_network()

@@ -1,4 +1,4 @@
-"""benchmarks/quality.py: a tiny run end to end, what it counts, that it goes on where it was, and its statistics."""
+"""benchmarks/quality/quality.py: a tiny run end to end, what it counts, that it resumes, and its statistics."""
 
 from __future__ import annotations
 

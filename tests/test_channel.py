@@ -364,7 +364,7 @@ def test_delta_through_a_file_equals_ram(tmp_path):
 
 
 def test_delta_in_host_memory_equals_ram_and_is_checkpointed():
-    """Here tensors are in host memory already; on a card benchmarks/gpu.py --only nccl compares."""
+    """Here tensors are in host memory already; on a card benchmarks/card/gpu.py --only nccl compares."""
     in_host, in_ram = ends(c.Quantize(3), m.Delta(host=True)), ends(c.Quantize(3), m.Delta())
     for visit in range(3):
         for key in range(6):
@@ -391,7 +391,7 @@ def test_a_store_cut_while_in_use_is_an_error(tmp_path):
 
 
 def test_file_store_memory_stays_small(tmp_path):
-    """200 MB through the store, under 40 MB more resident memory (the 2 GB version: benchmarks/store.py)."""
+    """200 MB through the store, under 40 MB more resident memory (the 2 GB version: benchmarks/pipeline/store.py)."""
 
     def resident() -> int:
         with open("/proc/self/statm") as f:
@@ -467,7 +467,7 @@ def test_checks_may_wait_for_the_steps_end(codec, memory):
         y = unseen[1].recv(keys, again, x.shape, x.dtype, later=True)
         with pytest.raises(RuntimeError, match="not looked at"):
             unseen[1].commit()
-        told = [bool(end.settle()) for end in unseen]
+        told = [bool(end.resolve_checks()) for end in unseen]
         assert told == [fault == "nan", fault != ""]
         if not fault:
             assert torch.equal(y, seen[1].recv(keys, frame, x.shape, x.dtype))

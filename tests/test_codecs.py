@@ -267,13 +267,13 @@ def test_entries_that_are_looked_at_later(indices, values, n, data):
     assert got.numel() == k and 0 <= got.min() <= got.max() < n
     if expected is None:
         with pytest.raises(ValueError, match=f"not {k} ascending indices below {n}"):
-            later.settle()
+            later.raise_if_damaged()
     else:
         assert torch.equal(got, expected)
-    later.settle()  # nothing is left of it
+    later.raise_if_damaged()  # nothing is left of it
     later.encode(index, torch.full((k,), torch.inf), n)
     with pytest.raises(ValueError, match="NaN or Inf"):
-        later.settle()
+        later.raise_if_damaged()
 
 
 @given(st.sampled_from([c.Quantize(2), c.Quantize(3, scale="mse"), c.LowRank(1), c.TopK(0.1), c.ScaledSign()]),

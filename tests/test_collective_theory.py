@@ -146,7 +146,7 @@ def many_units(rank: int, size: int, steps: int, scope: str):
             mean, own = collective.exchange(u, state=states[i], step=step)
             residuals[i] = u - own
             means.append(mean), whole.append(u)
-        collective.settle(states, numels)
+        collective.finish_step(states, numels)
         for old, was in zip(before, held):
             assert all(torch.equal(old[name], was[name]) for name in was), "a tensor of the state was written into"
         out.append((torch.cat(whole), torch.cat(means), [int(s.get("share", 0)) for s in states]))
@@ -229,7 +229,7 @@ def test_hierarchical(size, per_host, across):
         for step in range(3):
             u = gradient("similar", (13, 31), rank, size, step)
             out.append((u, *collective.exchange(u, state=state, step=step, seed=step)))
-            collective.settle([state], [u.numel()])
+            collective.finish_step([state], [u.numel()])
         return out
 
     ranks, _ = run(size, work)

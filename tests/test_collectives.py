@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.lab,
     pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)"),
 ]
-PRELOAD = ("torch", "thinwire.channel", "thinwire.collectives")
+PRELOAD = ("torch", "thinwire.memory.channel", "thinwire.collectives")
 SHAPES = [(24, 30), (5,), (0,)]
 
 

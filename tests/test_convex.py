@@ -13,10 +13,10 @@ from torch import Tensor
 
 from thinwire import cli
 from thinwire.codecs import Identity, Induced, Natural, NaturalDither, RandK, TopK
-from thinwire.convex import bits, checks, command, experiments, methods, problems, steps, two_stage
-from thinwire.convex.checks import Check
-from thinwire.convex.experiments import Results
-from thinwire.convex.simulate import EVERY, seeds_of, simulate
+from thinwire.theory import bits, checks, command, experiments, methods, problems, steps, two_stage
+from thinwire.theory.checks import Check
+from thinwire.theory.experiments import Results
+from thinwire.theory.simulate import EVERY, seeds_of, simulate
 
 pytestmark = pytest.mark.timeout(600)  # one long run is shared; the machine may be busy
 SEEDS = [0]

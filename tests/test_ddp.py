@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.lab,
     pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)"),
 ]
-PRELOAD = ("torch", "torch.distributed.checkpoint", "thinwire.parallel.ddp", "thinwire.parallel.checkpoint")
+PRELOAD = ("torch", "torch.distributed.checkpoint", "thinwire.data_parallel.ddp", "thinwire.data_parallel.checkpoint")
 
 
 @pytest.fixture(scope="module", params=[2, 3])

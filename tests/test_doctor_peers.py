@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from thinwire import doctor_probe as probe
+from thinwire.bench import link as lab_bench
 from thinwire.cli import main
-from thinwire.doctor_interfaces import address_of, gloo_choice, interface_of
-from thinwire.doctor_peers import Peer, diagnose, examine, gloo_advice, read_place, verdict
+from thinwire.doctor import probe
+from thinwire.doctor.interfaces import address_of, gloo_choice, interface_of
+from thinwire.doctor.peers import Peer, diagnose, examine, gloo_advice, read_place, verdict
 from thinwire.errors import UsageError
 from thinwire.lab import Network, Unavailable
-from thinwire.lab import bench as lab_bench
 
 ROOT = Path(__file__).parent.parent
 RATE = 2e7

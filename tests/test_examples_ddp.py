@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
+from thinwire.data_parallel import ddp
+from thinwire.data_parallel.trainers import compress_trainer
 from thinwire.errors import UsageError
 from thinwire.lab import Network, check
-from thinwire.parallel import ddp
-from thinwire.parallel.trainers import compress_trainer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PRELOAD = (

@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.timeout(150),
 ]
 PRELOAD = (
-    "torch", "torch.distributed.checkpoint", "thinwire.parallel.fsdp", "thinwire.parallel.checkpoint",
+    "torch", "torch.distributed.checkpoint", "thinwire.data_parallel.fsdp", "thinwire.data_parallel.checkpoint",
     "sklearn.datasets",
 )  # fmt: skip
 

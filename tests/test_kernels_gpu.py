@@ -1,7 +1,7 @@
 """The Triton kernels give the same bits as the plain-torch reference, on a card or by Triton's interpreter.
 
 The interpreter runs the same source with numpy. What may differ on a card (the compiler's arithmetic, races),
-benchmarks/gpu.py checks there. There each variant takes a second to compile: `some` picks a few.
+benchmarks/card/gpu.py checks there. There each variant takes a second to compile: `some` picks a few.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ import lab_programs
 import pytest
 from lab_support import require_network
 
+from thinwire.bench import link as bench
 from thinwire.errors import UsageError
-from thinwire.lab import Network, RankFailed, bench, check
+from thinwire.lab import Network, RankFailed, check
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(90)]
 require_network()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from thinwire.config.quantities import parse_loss, parse_rate, parse_time, show_bytes, show_duration, show_rate
 from thinwire.errors import UsageError
 from thinwire.lab.shaping import ETHERNET, _netem, bundle_packets, burst_bytes, queue_bytes
-from thinwire.lab.topology import Link, flat, load
-from thinwire.units import parse_loss, parse_rate, parse_time, show_bytes, show_duration, show_rate
+from thinwire.lab.topology import HostLink, flat, load
 
 SITES = """
 [sites.paris]
@@ -105,7 +105,7 @@ def test_burst_grows_with_the_rate() -> None:
 
 
 def test_flat_hosts_are_numbered() -> None:
-    topology = flat(3, Link(up=1e8, down=1e8))
+    topology = flat(3, HostLink(up=1e8, down=1e8))
     assert [host.name for host in topology.hosts] == ["host0", "host1", "host2"]
     assert [host.address for host in topology.hosts] == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
     assert len({host.mac for host in topology.hosts}) == 3
@@ -115,17 +115,17 @@ def test_flat_hosts_are_numbered() -> None:
 @pytest.mark.parametrize("hosts", [0, -1, 255, 1000])
 def test_host_counts_out_of_range(hosts: int) -> None:
     with pytest.raises(UsageError, match="hosts"):
-        flat(hosts, Link())
+        flat(hosts, HostLink())
 
 
 @pytest.mark.parametrize("mtu", [0, 575, 9217, True, 1500.0, "9000"])
 def test_packets_out_of_range(mtu: Any) -> None:
     with pytest.raises(UsageError, match=r"mtu .*from 576 to 9216"):
-        flat(2, Link(), mtu=mtu)
+        flat(2, HostLink(), mtu=mtu)
 
 
 def test_254_hosts_have_addresses() -> None:
-    assert flat(254, Link()).hosts[-1].address == "10.77.0.254"
+    assert flat(254, HostLink()).hosts[-1].address == "10.77.0.254"
 
 
 def test_sites(tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ def test_sites(tmp_path: Path) -> None:
         ("paris-1", "paris"),
         ("slow", "tokyo"),
     ]
-    assert topology.hosts[0].link == Link(up=1e9, down=1e9, latency=1e-4)
-    assert topology.hosts[2].link == Link(up=1e7, down=5e8)
-    assert topology.links["paris"] == Link(up=2e7, down=1e8, latency=0.015)
-    assert topology.links["tokyo"] == Link(up=5e7, down=5e7)
+    assert topology.hosts[0].link == HostLink(up=1e9, down=1e9, latency=1e-4)
+    assert topology.hosts[2].link == HostLink(up=1e7, down=5e8)
+    assert topology.links["paris"] == HostLink(up=2e7, down=1e8, latency=0.015)
+    assert topology.links["tokyo"] == HostLink(up=5e7, down=5e7)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.cli import main
+from thinwire.config.wire import Wire
+from thinwire.data_parallel.trainers import compress_trainer
 from thinwire.errors import UsageError
 from thinwire.parallel import Pipeline, Reducer, compress_ddp, compress_fsdp, read_state
-from thinwire.parallel.trainers import compress_trainer
-from thinwire.wire import Wire
 
 LINEAR = nn.Linear(2, 2)
 

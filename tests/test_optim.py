@@ -6,8 +6,8 @@ import pytest
 import torch
 from optim_ranks import CASES, SETTINGS, Net, run_cases
 
+from thinwire.data_parallel.frozen_adam import FrozenAdam
 from thinwire.lab import Network, check
-from thinwire.optim import FrozenAdam
 
 
 @pytest.fixture(scope="module", params=[2, 3])

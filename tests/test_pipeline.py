@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)"),
     pytest.mark.timeout(280),
 ]
-PRELOAD = ("torch", "torch.distributed.pipelining", "torch.utils.checkpoint", "thinwire.parallel.pipeline")
+PRELOAD = ("torch", "torch.distributed.pipelining", "torch.utils.checkpoint", "thinwire.pipeline.pipeline")
 CASES = {
     1: [("alone", ())],
     2: [

@@ -12,21 +12,21 @@ from torch import nn
 import thinwire as tw
 from thinwire import codecs as c
 from thinwire import memory as m
+from thinwire.bench.pipeline_modes import MODES, predicted_bytes
 from thinwire.cli import main
+from thinwire.config.wire import Link
 from thinwire.errors import UsageError
 from thinwire.memory.store import FileStore
-from thinwire.parallel import early
-from thinwire.parallel import lazy as lazy_module
-from thinwire.parallel.announce import Announcement, Herald, sample_ids
-from thinwire.parallel.bench_pipeline_modes import MODES, predicted_bytes
-from thinwire.parallel.boundary import Lane, Part
-from thinwire.parallel.dropout import SampleDropout, find_dropout, seed_dropout
-from thinwire.parallel.lazy import AGAIN, STEPS
-from thinwire.parallel.specs import REFUSED, is_refusal
-from thinwire.parallel.tally import store_forecast
-from thinwire.parallel.when import Plan, critical_sends, predicate
+from thinwire.pipeline import early_receives as early
+from thinwire.pipeline import lazy_error as lazy_module
+from thinwire.pipeline.announce import Announcement, Announcer, sample_ids
+from thinwire.pipeline.counters import store_forecast
+from thinwire.pipeline.dropout import SampleDropout, find_dropout, seed_dropout
+from thinwire.pipeline.lane import Lane, Part
+from thinwire.pipeline.lazy_error import AGAIN, STEPS
+from thinwire.pipeline.message_choice import Plan, critical_sends, predicate
+from thinwire.pipeline.tensor_specs import REFUSED, is_refusal
 from thinwire.planner.step import Send, Traffic
-from thinwire.wire import Link
 
 
 @pytest.mark.parametrize(("rows", "microbatches"), [(8, 4), (7, 4), (5, 5), (13, 4)])
@@ -43,12 +43,12 @@ def test_samples_are_split_as_torch_splits_a_batch(rows, microbatches):
 ])  # fmt: skip
 def test_an_announcement_arrives_as_it_was_said(said):
     assert Announcement.read(said.words()) == said
-    assert Herald(None, 0, torch.device("cpu")).announce(said) == said
+    assert Announcer(None, 0, torch.device("cpu")).announce(said) == said
 
 
 def test_a_complaint_is_raised_where_it_is_heard():
     with pytest.raises(UsageError, match="ünique"):
-        Herald(None, 0, torch.device("cpu")).announce("ids must be ünique")
+        Announcer(None, 0, torch.device("cpu")).announce("ids must be ünique")
 
 
 def test_sample_ids():

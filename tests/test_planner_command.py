@@ -14,18 +14,19 @@ import pytest
 import torch
 
 from thinwire import codecs
-from thinwire.channel import Channel
+from thinwire import plan as command
 from thinwire.codecs import frame
+from thinwire.config.presets import PRESETS
 from thinwire.errors import UsageError
 from thinwire.memory import Delta, Plain
-from thinwire.planner import command, network, sizes
+from thinwire.memory.channel import Channel
+from thinwire.planner import network, sizes
 from thinwire.planner.config import Run, read_run
 from thinwire.planner.model import UNIT_BYTES, Model, units, values
 from thinwire.planner.predict import BreakEven, predict, sweep, worth
 from thinwire.planner.schedule import generate
 from thinwire.planner.settings import preset, read_wire
 from thinwire.planner.step import Send, Traffic
-from thinwire.presets import PRESETS
 
 SMALL: dict[str, Any] = {
     "model": {"layers": 8, "hidden": 64, "seq": 32, "vocab": 500},

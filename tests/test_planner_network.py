@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from thinwire.errors import UsageError
 from thinwire.planner import network
-from thinwire.planner.network import Cost, Link, Network
+from thinwire.planner.network import Cost, LinkSpeed, Network
 
 ranks = st.integers(1, 1024)
 sizes = st.integers(1, 10**9).map(Fraction)
@@ -78,24 +78,24 @@ def test_alone_nothing_is_sent() -> None:
 
 
 def test_seconds() -> None:
-    link = Link(rate=8e6, latency=0.5)
+    link = LinkSpeed(rate=8e6, latency=0.5)
     assert Cost(1e6, 4).seconds(link) == 1.0 + 2.0
-    assert Link().occupied(1e12) == 0.0
+    assert LinkSpeed().occupied(1e12) == 0.0
 
 
 def test_sites_and_ports() -> None:
-    slow, fast = Link(1e8, 0.01), Link(1e10)
+    slow, fast = LinkSpeed(1e8, 0.01), LinkSpeed(1e10)
     net = Network(slow, fast, site_ranks=2)
     assert net.link(0, 1) is fast and net.link(1, 2) is slow
     assert net.slowest([0, 1]) is fast and net.slowest([0, 2]) is slow
     assert net.port(0, 2) == net.port(0, 1) != net.port(1, 2)
     shared = Network(slow, fast, site_ranks=2, shared_uplink=True)
     assert shared.port(0, 2) == shared.port(1, 3) != shared.port(0, 1)
-    half = Network(Link(1e8, full_duplex=False))
+    half = Network(LinkSpeed(1e8, full_duplex=False))
     assert half.port(0, 1) == half.port(1, 0) != half.port(1, 2)
 
 
 @pytest.mark.parametrize("rate, latency", [(0.0, 0.0), (-1e6, 0.0), (1e6, -0.1), (float("nan"), 0.0)])
 def test_impossible_links(rate: float, latency: float) -> None:
     with pytest.raises(UsageError):
-        Link(rate, latency)
+        LinkSpeed(rate, latency)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from thinwire.cli import main
-from thinwire.presets import PRESETS
+from thinwire.config.presets import PRESETS
 from thinwire.report.figures import errors, smooth
 from thinwire.report.runs import METRICS, reached, read_runs
-from thinwire.report.show import table
 from thinwire.report.summary import summarise
+from thinwire.terminal import table
 
 ROOT = Path(__file__).parent.parent
 RAW = 1_000_000  # bytes a step that fp32 would send

@@ -19,7 +19,7 @@ V = 4 * math.prod(VALUES)  # bytes
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="D = {}".format)
 def ranks(request):
-    with Network(hosts=2 * request.param, preload=("torch", "thinwire.parallel.tied")) as net:
+    with Network(hosts=2 * request.param, preload=("torch", "thinwire.data_parallel.tied_embedding")) as net:
         return list(net.run(everything, timeout=100, echo=False))
 
 

@@ -10,16 +10,16 @@ import pytest
 from test_train_run import PRELOAD, losses, merged
 from train_ranks import decided, settings, without_measuring
 
+from thinwire.config.wire import Wire
 from thinwire.errors import UsageError
 from thinwire.lab import Network, check
 from thinwire.planner.mildest import WORTH, mildest, rungs_between
 from thinwire.planner.simulate import simulate
 from thinwire.train import build
-from thinwire.train.auto import KINDS, Decision, decision, describe, rungs
-from thinwire.train.config import TrainConfig
+from thinwire.train.config.sections import TrainConfig
 from thinwire.train.metrics import read_events
-from thinwire.train.timing import Measured
-from thinwire.wire import Wire
+from thinwire.train.tune.auto import KINDS, Decision, decision, describe, rungs
+from thinwire.train.tune.timing import Measured
 
 lab = pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)")
 DEEP = {"dp": 2, "pp": 4, "microbatches": 8}

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import UsageError
-from thinwire.train.batches import Batches, held_out_batches
-from thinwire.train.config import OptimConfig
-from thinwire.train.optim import groups, rate, total_steps
-from thinwire.train.samples import IGNORED, Samples
+from thinwire.train.config.sections import OptimConfig
+from thinwire.train.data.batches import Batches, held_out_batches
+from thinwire.train.data.samples import IGNORED, Samples
+from thinwire.train.learning_rate import groups, rate, total_steps
 
 SEQ = 3
 

@@ -22,7 +22,7 @@ from thinwire.cli import main
 from thinwire.errors import UsageError
 from thinwire.train import installed, local
 from thinwire.train.checkpoint import Checkpoints
-from thinwire.train.config import load
+from thinwire.train.config.sections import load
 from thinwire.train.metrics import Metrics, read_events
 from thinwire.train.rank import join
 from thinwire.train.show import closing, describe

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import UsageError
-from thinwire.train import config
-from thinwire.train.config import SECTIONS, LoraConfig, TrainConfig, init_text, load, read_config
+from thinwire.train.config import sections as config
+from thinwire.train.config.sections import SECTIONS, LoraConfig, TrainConfig, init_text, load, read_config
 
 
 def test_init_text_parses_to_the_defaults_but_for_a_start() -> None:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import UsageError
-from thinwire.train.config import DataConfig
-from thinwire.train.documents import read_documents
-from thinwire.train.samples import IGNORED, Samples, make_samples
-from thinwire.train.tokenizer import ByteTokenizer, CheckpointTokenizer, open_tokenizer
+from thinwire.train.config.sections import DataConfig
+from thinwire.train.data.documents import read_documents
+from thinwire.train.data.samples import IGNORED, Samples, make_samples
+from thinwire.train.data.tokenizer import ByteTokenizer, CheckpointTokenizer, open_tokenizer
 
 BYTES = ByteTokenizer()
 TEMPLATE = (

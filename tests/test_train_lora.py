@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.train.config import LoraConfig, ModelConfig
-from thinwire.train.export import export_weights, write_adapter, write_index, write_shard
-from thinwire.train.models import build_stages, named_parameters, plan_model
+from thinwire.train.config.sections import LoraConfig, ModelConfig
+from thinwire.train.model.blueprint import build_stages, named_parameters, plan_model
+from thinwire.train.model.export import export_weights, write_adapter, write_index, write_shard
 
 VOCAB, SEQ = 97, 12
 SMALL = ModelConfig(hidden=32, layers=4, heads=4, kv_heads=2, ffn=48)
@@ -106,7 +106,7 @@ def test_adapters_start_as_pefts_do(tmp_path) -> None:
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from thinwire.train.lora import peft_config
+    from thinwire.train.model.lora import peft_config
 
     model = base(tmp_path)
     blueprint, stages = built(model, 1)

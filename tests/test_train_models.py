@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from thinwire.errors import UsageError
-from thinwire.train.config import ModelConfig
-from thinwire.train.export import export_weights, write_index, write_shard
-from thinwire.train.families import build_config, skeleton
-from thinwire.train.models import build_stages, named_parameters, plan_model
+from thinwire.train.config.sections import ModelConfig
+from thinwire.train.model.blueprint import build_stages, named_parameters, plan_model
+from thinwire.train.model.export import export_weights, write_index, write_shard
+from thinwire.train.model.families import build_config, skeleton
 
 VOCAB, SEQ = 97, 12
 SMALL = ModelConfig(hidden=32, layers=4, heads=4, kv_heads=2, ffn=48)

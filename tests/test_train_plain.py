@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from train_ranks import settings, trained
 
-from thinwire.train import stage as stages
-from thinwire.train.batches import Batches
+from thinwire.train.data.batches import Batches
+from thinwire.train.data.samples import IGNORED
 from thinwire.train.loop import Trainer
 from thinwire.train.metrics import read_events
-from thinwire.train.samples import IGNORED
+from thinwire.train.model import stage as stages
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("alone")

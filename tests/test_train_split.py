@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import UsageError
-from thinwire.train import measure
-from thinwire.train.config import read_config
-from thinwire.train.models import plan_model
-from thinwire.train.split import split_layers
+from thinwire.train.config.sections import read_config
+from thinwire.train.model.blueprint import plan_model
+from thinwire.train.model.split import split_layers
+from thinwire.train.tune import layer_times as measure
 
 
 def worst(costs: list[float], cuts: list[int]) -> tuple[float, float]:

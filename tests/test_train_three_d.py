@@ -15,17 +15,18 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from train_ranks import MAX, compressed, live, settings, several
 
+from thinwire.config.stages import check_stages, chosen_stages
+from thinwire.config.wire import Wire
 from thinwire.errors import UsageError
 from thinwire.lab import Network, check
 from thinwire.planner.actions import Schedule
 from thinwire.planner.critical import choose_by
 from thinwire.planner.schedule import generate
-from thinwire.stages import check_stages, chosen_stages
-from thinwire.train import build, tensor
+from thinwire.train import build
 from thinwire.train.metrics import read_events
-from thinwire.train.selection import fitted
-from thinwire.train.timing import Measured
-from thinwire.wire import Wire
+from thinwire.train.model import tensor_parallel as tensor
+from thinwire.train.tune.selection import fitted
+from thinwire.train.tune.timing import Measured
 
 CUBE = {"dp": 2, "pp": 2, "tp": 2}
 STEP_2 = "checkpoints/step-00000002"

@@ -13,12 +13,12 @@ import pytest
 
 import thinwire as tw
 from thinwire import codecs, collectives, memory
+from thinwire.config.presets import PRESETS
+from thinwire.config.wire import COLLECTIVES, MEMORIES, Link, Reduction, Wire
 from thinwire.errors import UsageError
-from thinwire.naming import construct, plain_name
 from thinwire.planner.settings import read_wire
 from thinwire.planner.sizes import reduction
-from thinwire.presets import PRESETS
-from thinwire.wire import COLLECTIVES, MEMORIES, Link, Reduction, Wire
+from thinwire.registry import construct, plain_name
 
 QUANTIZE = {"codec": "quantize", "bits": 4}
 SPARSE = {"collective": "ok_topk", "density": 0.1}

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from numba.core.dispatcher import Dispatcher
 
-from thinwire.parallel.boundary import AS_IS
-from thinwire.train import auto
-from thinwire.train.auto import Decision
-from thinwire.train.config import TrainConfig, read_config
+from thinwire.pipeline.lane import AS_IS
+from thinwire.train.config.sections import TrainConfig, read_config
 from thinwire.train.engine import Piped
 from thinwire.train.loop import Trainer
+from thinwire.train.model.tensor_parallel import saved_name
 from thinwire.train.rank import train_rank
-from thinwire.train.tensor import saved_name
+from thinwire.train.tune import auto
+from thinwire.train.tune.auto import Decision
 
 SMALL: dict[str, dict[str, Any]] = {
     "model": {"hidden": 32, "layers": 4, "heads": 4},

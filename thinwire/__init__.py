@@ -12,15 +12,29 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_LAZY = {
-    "Channel": "thinwire.channel", "Codec": "thinwire.codecs", "Memory": "thinwire.memory",
-    "Wire": "thinwire.wire", "Link": "thinwire.wire", "Reduction": "thinwire.wire",
+_NAMES = {
+    "Channel": "thinwire.memory.channel",
+    "Codec": "thinwire.codecs",
+    "Link": "thinwire.config.wire",
+    "Memory": "thinwire.memory",
+    "Reduction": "thinwire.config.wire",
+    "Wire": "thinwire.config.wire",
     "all_reduce": "thinwire.parallel",
-    "codecs": "", "memory": "", "collectives": "", "wire": "", "parallel": "", "kernels": "", "lab": "", "planner": "",
-    "convex": "", "optim": "",
-}  # fmt: skip
+}
+_MODULES = {
+    "codecs": "thinwire.codecs",
+    "collectives": "thinwire.collectives",
+    "convex": "thinwire.theory",
+    "kernels": "thinwire.kernels",
+    "lab": "thinwire.lab",
+    "memory": "thinwire.memory",
+    "optim": "thinwire.data_parallel.frozen_adam",
+    "parallel": "thinwire.parallel",
+    "planner": "thinwire.planner",
+    "wire": "thinwire.config.wire",
+}
 
-__all__ = ["__version__", *_LAZY]
+__all__ = ["__version__", *_NAMES, *_MODULES]
 
 
 def __dir__() -> list[str]:
@@ -29,8 +43,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Rooms are imported when first used: `thinwire --help` and the planner need no torch."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'thinwire' has no attribute {name!r}")
-    if not _LAZY[name]:
-        return importlib.import_module(f"thinwire.{name}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _NAMES:
+        return getattr(importlib.import_module(_NAMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    raise AttributeError(f"module 'thinwire' has no attribute {name!r}")

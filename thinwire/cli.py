@@ -17,21 +17,21 @@ from thinwire.errors import UsageError
 COMMANDS = {
     "demo": ("thinwire.demo", "the main job in minutes, on this machine: one training, uncompressed and compressed"),
     "train": ("thinwire.train.command", "train a language model over a slow network, everything compressed"),
-    "convex": ("thinwire.convex.command", "the theory bench: compressed methods on convex problems, with figures"),
-    "plan": ("thinwire.planner.command", "what every message costs, which the step waits for, and what to expect"),
+    "convex": ("thinwire.theory.command", "the theory bench: compressed methods on convex problems, with figures"),
+    "plan": ("thinwire.plan", "what every message costs, which the step waits for, and what to expect"),
     "lab": ("thinwire.lab.command", "run a program on several hosts with slow links, emulated on this machine"),
     "bench": ("", "measure the parts on this machine"),
     "report": ("thinwire.report.command", "one HTML page about training runs: loss, time, bytes, errors, the step"),
-    "doctor": ("thinwire.doctor", "what this machine can do, and what to install where it cannot"),
+    "doctor": ("thinwire.doctor.command", "what this machine can do, and what to install where it cannot"),
 }
 
 BENCHES = {
-    "link": ("thinwire.lab.bench", "raw TCP and Gloo against the lab's nominal rate"),
-    "codecs": ("thinwire.codecs.bench", "encode and decode speed, beside other quantisers and memcpy"),
-    "train": ("thinwire.train.bench", "time to the same held-out loss over slow links, everything compressed"),
-    "allreduce": ("thinwire.collectives.bench", "every collective on a slow network: seconds, bytes, words per k"),
-    "optimus": ("thinwire.train.bench_optimus", "Optimus-CC's ladder and ours: step time, bytes, loss; which stages"),
-    "pipeline": ("thinwire.parallel.bench_pipeline", "compressed activations and gradients: step time, bytes, loss"),
+    "link": ("thinwire.bench.link", "raw TCP and Gloo against the lab's nominal rate"),
+    "codecs": ("thinwire.bench.codecs", "encode and decode speed, beside other quantisers and memcpy"),
+    "train": ("thinwire.bench.train", "time to the same held-out loss over slow links, everything compressed"),
+    "allreduce": ("thinwire.bench.allreduce", "every collective on a slow network: seconds, bytes, words per k"),
+    "optimus": ("thinwire.bench.optimus", "Optimus-CC's ladder and ours: step time, bytes, loss; which stages"),
+    "pipeline": ("thinwire.bench.pipeline", "compressed activations and gradients: step time, bytes, loss"),
 }
 
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thinwire.config.quantities import parse_rate, show_rate
 from thinwire.errors import UsageError
-from thinwire.report.show import progress, table, write_json
-from thinwire.units import parse_rate, show_rate
+from thinwire.terminal import progress, table, write_json
 
 if TYPE_CHECKING:
     from thinwire.report.runs import Run
@@ -119,7 +119,7 @@ def _write_configs(folder: Path, rate: str, steps: int) -> list[Path]:
 
 def _in_the_lab(paths: list[Path], rate: str) -> None:
     from thinwire.lab import Network
-    from thinwire.train.config import load
+    from thinwire.train.config.sections import load
     from thinwire.train.local import PRELOAD, train_local
     from thinwire.train.rank import record
 

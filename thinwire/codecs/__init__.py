@@ -9,9 +9,9 @@ from thinwire.codecs.compose import Centered, Induced, Rotated
 from thinwire.codecs.exact import Cast, Identity
 from thinwire.codecs.lowrank import LowRank
 from thinwire.codecs.quantize import Quantize, ScaledSign
-from thinwire.codecs.rounding import Dither, Natural, NaturalDither, Ternary
 from thinwire.codecs.sparse import Chain, RandK, TopK
-from thinwire.naming import construct
+from thinwire.codecs.theory import Dither, Natural, NaturalDither, Ternary
+from thinwire.registry import construct
 
 __all__ = [
     "Cast", "Centered", "Chain", "Codec", "Dither", "Identity", "Induced", "LowRank", "Natural", "NaturalDither",

@@ -23,13 +23,13 @@ INDICES = ("int32", "coded")
 
 @dataclass(frozen=True)
 class Entries:
-    """`later`: leave what is wrong with values and messages to `settle`, which looks once for all of an exchange: on a
+    """`later`: leave checks of values and messages to `raise_if_damaged`, which looks once for all of an exchange: on a
     card, to look is to wait for it."""
 
     values: str = "fp32"
     indices: str = "int32"
     later: bool = False
-    doubts: list[tuple[str, Tensor]] = field(default_factory=list, compare=False, repr=False)
+    unread: list[tuple[str, Tensor]] = field(default_factory=list, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.values not in VALUES:
@@ -48,7 +48,7 @@ class Entries:
     def encode(self, index: Tensor, values: Tensor, n: int) -> Tensor:
         """index: int64[k] ascending below n, values: float[k] → uint8[nbytes]. NaN or Inf: ValueError."""
         body, finite = VALUES[self.values].encode_flagged(values)
-        self._doubt("cannot encode entries: values are NaN or Inf", finite)
+        self._check("cannot encode entries: values are NaN or Inf", finite)
         if self.indices == "coded":
             return torch.cat((body, coding.encode_indices(index, n)))
         return torch.cat((body, raw_bytes(index.to(_index_dtype(n)))))
@@ -65,22 +65,22 @@ class Entries:
             index, good = coding.decode_flagged(wire[cut:], n, k)
         else:
             index, good = coding.checked(from_raw(wire[cut:], _index_dtype(n)).long(), n)
-        self._doubt(f"index message is not {k} ascending indices below {n}", good)
+        self._check(f"index message is not {k} ascending indices below {n}", good)
         return index, values
 
-    def settle(self) -> None:
+    def raise_if_damaged(self) -> None:
         """Look at what was left for later; the first thing that is wrong raises ValueError."""
-        doubts = self.doubts.copy()
-        self.doubts.clear()
-        flags = torch.stack([flag for _, flag in doubts]).tolist() if doubts else []
-        for (what, _), good in zip(doubts, flags):
+        unread = self.unread.copy()
+        self.unread.clear()
+        flags = torch.stack([flag for _, flag in unread]).tolist() if unread else []
+        for (what, _), good in zip(unread, flags):
             if not good:
                 raise ValueError(what)
 
-    def _doubt(self, what: str, good: Tensor) -> None:
-        self.doubts.append((what, good))
+    def _check(self, what: str, good: Tensor) -> None:
+        self.unread.append((what, good))
         if not self.later:
-            self.settle()
+            self.raise_if_damaged()
 
     def _index_bytes(self, n: int, k: int) -> int:
         return coding.index_bytes(n, k) if self.indices == "coded" else k * _index_dtype(n).itemsize

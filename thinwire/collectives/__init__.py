@@ -5,7 +5,7 @@ from thinwire.collectives.dense import Dense, Gather, Quantized, TwoHop
 from thinwire.collectives.hierarchical import Hierarchical
 from thinwire.collectives.lowrank import LowRank
 from thinwire.collectives.oktopk import OkTopk, xi
-from thinwire.collectives.sparse import GTopk, TopkAllgather, TopkDSA
+from thinwire.collectives.rivals import GTopk, TopkAllgather, TopkDSA
 
 __all__ = [
     "Collective",

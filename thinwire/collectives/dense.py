@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Quantize
-from thinwire.collectives.base import Collective, State, all_reduce, gather, swap, world
+from thinwire.collectives.base import Collective, State
+from thinwire.collectives.groups import all_reduce, gather, swap, world
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
 

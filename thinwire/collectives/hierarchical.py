@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import from_raw, raw_bytes
-from thinwire.collectives.base import Collective, Metered, State, is_alone, subgroup, swap, unmetered, whole, world
+from thinwire.collectives.base import Collective, State
 from thinwire.collectives.dense import Dense
+from thinwire.collectives.groups import Metered, is_alone, subgroup, swap, unmetered, whole, world
 from thinwire.collectives.lowrank import LowRank
 from thinwire.collectives.regions import region_bounds
 from thinwire.errors import UsageError
@@ -71,7 +72,7 @@ class Hierarchical(Collective):
         own[mine] += size * (kept - carried)
         return torch.cat([from_raw(wire, u.dtype) for wire in slices]).view(u.shape), own.view(u.shape)
 
-    def settle(self, states: list[State], numels: list[int], group: Any = None) -> None:
+    def finish_step(self, states: list[State], numels: list[int], group: Any = None) -> None:
         near, far = self._groups(group)
         size, rank = world(near)
         slices = [n * (rank + 1) // size - n * rank // size for n in numels]
@@ -79,7 +80,7 @@ class Hierarchical(Collective):
             (self.inside, "inside/", numels, near), (self.across, "across/", slices, far),
         ):  # fmt: skip
             parts = [_cut(state, prefix) for state in states]
-            collective.settle(parts, lengths, members)
+            collective.finish_step(parts, lengths, members)
             for state, part in zip(states, parts):
                 state.update({prefix + name: value for name, value in part.items()})
 

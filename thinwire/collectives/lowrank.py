@@ -13,7 +13,8 @@ from torch import Tensor
 
 from thinwire.codecs.lowrank import LowRank as LowRankCodec
 from thinwire.codecs.lowrank import matrix_shape, starting_factor
-from thinwire.collectives.base import Collective, State, all_reduce, world
+from thinwire.collectives.base import Collective, State
+from thinwire.collectives.groups import all_reduce, world
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
 

@@ -18,7 +18,8 @@ from torch import Tensor
 import thinwire.collectives.thresholds as thresholds
 from thinwire.codecs import TopK
 from thinwire.codecs.entries import Entries
-from thinwire.collectives.base import Collective, State, all_reduce, gather, world
+from thinwire.collectives.base import Collective, State
+from thinwire.collectives.groups import all_reduce, gather, world
 from thinwire.collectives.regions import Picked, balanced_gather, put, split_and_reduce
 from thinwire.errors import UsageError
 from thinwire.kernels import select
@@ -40,8 +41,9 @@ class OkTopk(Collective):
     7. swap: everybody's share to everybody; mean = sum/P
     own = this member's entries that passed globally, as they were sent, plus what coding did to the sums it owns.
 
-    `scope="model"`: k is the whole model's. Every unit is exchanged on its own, as early as it is there; `settle`, once
-    a step, shares k out anew so that all units come to the same threshold. Without settle every unit keeps its own k.
+    `scope="model"`: k is the whole model's. Every unit is exchanged on its own, as early as it is there;
+    `finish_step`, once per step, shares k out anew so that all units come to the same threshold. Without `finish_step`
+    every unit keeps its own k.
     """
 
     density: float
@@ -83,17 +85,17 @@ class OkTopk(Collective):
         mean, own = put(n, everything[0], everything[1] / size), _passed(sent, everything[0], n)
         if not code.is_exact:  # what coding did to the sums it owns
             select.scatter_add(own, owned[0], mean[owned[0]] * size - sums)
-        code.settle()
+        code.raise_if_damaged()
         state["selected"] = torch.tensor([picked[0].numel(), everything[0].numel()])  # locally, globally
         state["age"] = torch.tensor(age + 1)
         if self.xi_every and age % self.xi_every == 0:
             state["xi"] = xi(flat, mean, everything[0].numel(), group)
         return mean.view(u.shape), own.view(u.shape)
 
-    def settle(self, states: list[State], numels: list[int], group: Any = None) -> None:
+    def finish_step(self, states: list[State], numels: list[int], group: Any = None) -> None:
         """Scope "model": every unit's share of k in the next step. Nothing is sent."""
         if self.scope == "model":
-            thresholds.settle(states, numels, TopK(self.density).count(sum(numels)))
+            thresholds.finish_step(states, numels, TopK(self.density).count(sum(numels)))
 
     def _cut_regions(self, index: Tensor, n: int, state: State, group: Any) -> None:
         """Step 2: boundaries of equal pooled load, and the shift that keeps most entries at home."""

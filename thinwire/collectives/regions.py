@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.entries import Entries
-from thinwire.collectives.base import arriving, gather, swap, world
+from thinwire.collectives.groups import arriving, gather, swap, world
 from thinwire.kernels import select
 
 CROWDED = 2.0  # an owner with this many times the average hands entries to others before the all-gather

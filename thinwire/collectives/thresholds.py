@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.collectives.base import State, all_reduce, gather
+from thinwire.collectives.base import State
+from thinwire.collectives.groups import all_reduce, gather
 from thinwire.collectives.regions import Picked
 from thinwire.kernels import select
 
@@ -144,7 +145,7 @@ def _learn(state: State, which: str, exact: float, count: int, slope: float) -> 
 # --- scope "model"
 
 
-def settle(states: list[State], numels: list[int], k: int) -> None:
+def finish_step(states: list[State], numels: list[int], k: int) -> None:
     """After a step's last exchange: every unit's share of k in the next. Everybody saw the same sums pass, so all
     members come to the same shares, and nothing is sent."""
     known = [i for i, state in enumerate(states) if "seen_g" in state]

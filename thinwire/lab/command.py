@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from thinwire.config.quantities import parse_time, show_bytes, show_rate
 from thinwire.errors import UsageError
 from thinwire.lab.errors import LabError, LabTimeout, RankFailed
 from thinwire.lab.job import Job
 from thinwire.lab.netlink import Traffic
 from thinwire.lab.network import Network
 from thinwire.lab.topology import SUBNET
-from thinwire.report.show import table, write_json
-from thinwire.units import parse_time, show_bytes, show_rate
+from thinwire.terminal import table, write_json
 
 EXAMPLES = """examples:
   thinwire lab run --hosts 4 --rate 100mbit -- python train.py

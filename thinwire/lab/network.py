@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from thinwire.config.quantities import parse_time
 from thinwire.errors import UsageError
 from thinwire.lab.client import Client
 from thinwire.lab.errors import LabError
@@ -26,8 +27,7 @@ from thinwire.lab.program import (
     seats,
 )
 from thinwire.lab.ranks import Event
-from thinwire.lab.topology import MTU, SUBNET, Host, Link, Topology, flat, load, make_link
-from thinwire.units import parse_time
+from thinwire.lab.topology import MTU, SUBNET, Host, HostLink, Topology, flat, load, make_link
 
 PRELOAD_SECONDS = 180.0
 
@@ -70,7 +70,7 @@ class Network:
             self.topology = flat(hosts, make_link(table | {"latency": latency, "loss": loss}, ""), subnet, mtu)
         self.preload = tuple(preload)
         self._patience = parse_time(patience, "patience")
-        self._rates: dict[str, Link] = dict(self.topology.links)
+        self._rates: dict[str, HostLink] = dict(self.topology.links)
         self._client: Client | None = None
         self._job: Job | None = None
         self._warm = False
@@ -201,7 +201,7 @@ class Network:
     def link_up(self, link: str | int) -> None:
         self._ask("connect", self._link(link)[0], True)
 
-    def _link(self, link: str | int) -> tuple[str, Link]:
+    def _link(self, link: str | int) -> tuple[str, HostLink]:
         names = list(self._rates)
         if isinstance(link, int) and 0 <= link < len(self.hosts):
             link = self.hosts[link].name

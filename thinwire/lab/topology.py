@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thinwire.config.quantities import parse_loss, parse_rate, parse_time
+from thinwire.config.toml import read_toml
 from thinwire.errors import UsageError
-from thinwire.tomlfile import read_toml
-from thinwire.units import parse_loss, parse_rate, parse_time
 
 SUBNET = "10.77.0.0/24"
 LONGEST_LATENCY = 10.0
@@ -27,7 +27,7 @@ MTU, MTUS = 1500, (576, 9216)  # Ethernet's, and what is allowed: 9000 is a jumb
 
 
 @dataclass(frozen=True)
-class Link:
+class HostLink:
     """One cable: `up` leaves the host (or site), `down` comes in; bit/s, None is unlimited."""
 
     up: float | None = None
@@ -41,7 +41,7 @@ class Host:
     name: str
     address: str
     site: str
-    link: Link
+    link: HostLink
 
     @property
     def mac(self) -> bytes:
@@ -54,7 +54,7 @@ class Topology:
     """Hosts in rank order; `sites` gives each site's uplink (a single site has none)."""
 
     hosts: tuple[Host, ...]
-    sites: dict[str, Link]
+    sites: dict[str, HostLink]
     prefix: int
     mtu: int = MTU  # bytes of a packet at most, IP header included
 
@@ -64,7 +64,7 @@ class Topology:
             raise UsageError(f"mtu {self.mtu!r}: allowed is a whole number from {low} to {high}")
 
     @property
-    def links(self) -> dict[str, Link]:
+    def links(self) -> dict[str, HostLink]:
         """Every link by the name of what hangs on it: hosts, and sites where there are several."""
         return {h.name: h.link for h in self.hosts} | (self.sites if len(self.sites) > 1 else {})
 
@@ -82,11 +82,11 @@ class Topology:
         return self.lossy or any(link.latency for link in self.links.values())
 
 
-def flat(hosts: int, link: Link, subnet: str = SUBNET, mtu: int = MTU) -> Topology:
+def flat(hosts: int, link: HostLink, subnet: str = SUBNET, mtu: int = MTU) -> Topology:
     """`hosts` equal hosts on one switch."""
     if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
         raise UsageError(f"hosts {hosts!r}: allowed is a whole number from 1")
-    return _number([(f"host{i}", "lab", link) for i in range(hosts)], {"lab": Link()}, subnet, mtu)
+    return _number([(f"host{i}", "lab", link) for i in range(hosts)], {"lab": HostLink()}, subnet, mtu)
 
 
 def load(path: str | Path, subnet: str = SUBNET) -> Topology:
@@ -98,11 +98,11 @@ def load(path: str | Path, subnet: str = SUBNET) -> Topology:
         raise UsageError(f"topology {path}: {error}") from None
 
 
-def make_link(table: dict[str, Any], where: str, default: Link | None = None) -> Link:
+def make_link(table: dict[str, Any], where: str, default: HostLink | None = None) -> HostLink:
     """A link from `rate` (both ways) or `up` and `down`, `latency` and `loss`, over a default; `where` is
     what error messages put before the key."""
-    default = default or Link()
-    return Link(
+    default = default or HostLink()
+    return HostLink(
         up=_rate(table, "up", where, default.up),
         down=_rate(table, "down", where, default.down),
         latency=_latency(table["latency"], where) if "latency" in table else default.latency,
@@ -138,13 +138,13 @@ def _from_table(table: dict[str, Any], subnet: str) -> Topology:
     entries = table.get("hosts", [])
     if not isinstance(entries, list) or not entries:
         raise UsageError("no [[hosts]] entry")
-    placed: list[tuple[str, str, Link]] = []
+    placed: list[tuple[str, str, HostLink]] = []
     for entry in entries:
         placed += _hosts(entry, inside, placed)
     return _number(placed, uplinks, subnet, table.get("mtu", MTU))
 
 
-def _uplink(site: dict[str, Any], name: str) -> Link:
+def _uplink(site: dict[str, Any], name: str) -> HostLink:
     uplink = site.get("uplink", {})
     if isinstance(uplink, str):
         uplink = {"rate": uplink}
@@ -152,7 +152,9 @@ def _uplink(site: dict[str, Any], name: str) -> Link:
     return make_link(uplink, f"site {name} uplink ")
 
 
-def _hosts(entry: Any, inside: dict[str, Link], placed: list[tuple[str, str, Link]]) -> list[tuple[str, str, Link]]:
+def _hosts(
+    entry: Any, inside: dict[str, HostLink], placed: list[tuple[str, str, HostLink]]
+) -> list[tuple[str, str, HostLink]]:
     """The hosts of one [[hosts]] entry: `count` of them, numbered within their site, or one by name."""
     _known(entry, LINK_KEYS | {"site", "count", "name"}, "a [[hosts]] entry")
     site = entry.get("site", next(iter(inside)) if len(inside) == 1 else None)
@@ -166,7 +168,7 @@ def _hosts(entry: Any, inside: dict[str, Link], placed: list[tuple[str, str, Lin
     return [(n, site, make_link(entry, f"host {n} ", inside[site])) for n in names]
 
 
-def _number(placed: list[tuple[str, str, Link]], uplinks: dict[str, Link], subnet: str, mtu: int) -> Topology:
+def _number(placed: list[tuple[str, str, HostLink]], uplinks: dict[str, HostLink], subnet: str, mtu: int) -> Topology:
     """Hand out addresses, in order."""
     try:
         network = ipaddress.IPv4Network(subnet)

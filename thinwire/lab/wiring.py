@@ -16,7 +16,7 @@ from thinwire.lab.delay import start_relay
 from thinwire.lab.namespaces import enter, new_network
 from thinwire.lab.netlink import Netlink, Traffic, index_of
 from thinwire.lab.shaping import bundle_packets, shape
-from thinwire.lab.topology import MTU, Host, Link, Topology
+from thinwire.lab.topology import MTU, Host, HostLink, Topology
 
 DEVICE = "eth0"  # every host's only way out
 CONGESTION = ("reno", "cubic")  # what hosts' TCP goes by: the last that may be set; reno always may
@@ -31,7 +31,7 @@ class _Cable:
     below_index: int
     above: str
     above_index: int
-    link: Link
+    link: HostLink
     plug: str  # the device in the upper switch: the one above, unless a user-space delay stands between
     extended: str | None = None  # the far side of that delay
 
@@ -74,7 +74,7 @@ class Wiring:
         self._core.add_bridge(name)
         self._core.set_up(index_of(name))
 
-    def _uplink(self, number: int, site: str, link: Link) -> None:
+    def _uplink(self, number: int, site: str, link: HostLink) -> None:
         above, below = f"up{number}", f"down{number}"
         self._core.add_cable(above, below, self.topology.mtu)
         cable = _Cable(self._core, index_of(below), above, index_of(above), link, plug=above)

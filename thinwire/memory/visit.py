@@ -12,8 +12,8 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, is_finite
 from thinwire.codecs.exact import Identity
 from thinwire.codecs.frame import REFRESH, WARM
-from thinwire.memory.ledger import Ledger
 from thinwire.memory.rule import Memory
+from thinwire.memory.state import KeyedState
 from thinwire.memory.stats import Stats
 from thinwire.memory.store import Key
 
@@ -23,7 +23,7 @@ EXACT = Identity()
 class Visits:
     """Codec, memory and state of one end. `seed` belongs to (run, step, key, send count): equal at both ends."""
 
-    def __init__(self, codec: Codec, memory: Memory, ledger: Ledger, stats: Stats, measure_every: int) -> None:
+    def __init__(self, codec: Codec, memory: Memory, ledger: KeyedState, stats: Stats, measure_every: int) -> None:
         self.codec, self.memory, self.ledger, self.stats = codec, memory, ledger, stats
         self.measure_every = measure_every
 

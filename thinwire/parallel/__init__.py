@@ -1,25 +1,35 @@
-"""Adapters to torch: gradient reducer, DDP, FSDP, trainers, pipeline stage, tied embedding; imported when used."""
+"""The public names of the adapters to torch, each imported from its room when it is first used.
+
+Data parallel: `compress_ddp`, `compress_fsdp`, `compress_trainer`, `Reducer`, `TiedEmbedding`, `all_reduce`,
+`read_state`. Pipeline: `CompressedStage`, `Pipeline`, `Plan`.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-_LAZY = {
-    "Reducer": "reducer",
-    "compress_ddp": "ddp",
-    "compress_fsdp": "fsdp",
-    "compress_trainer": "trainers",
-    "TiedEmbedding": "tied",
-    "all_reduce": "functional",
-    "read_state": "checkpoint",
-    "CompressedStage": "stage",
-    "Pipeline": "pipeline",
-    "Plan": "when",
+_HOME = {
+    "Reducer": "thinwire.data_parallel.reducer",
+    "compress_ddp": "thinwire.data_parallel.ddp",
+    "compress_fsdp": "thinwire.data_parallel.fsdp",
+    "compress_trainer": "thinwire.data_parallel.trainers",
+    "TiedEmbedding": "thinwire.data_parallel.tied_embedding",
+    "all_reduce": "thinwire.data_parallel.all_reduce",
+    "read_state": "thinwire.data_parallel.checkpoint",
+    "CompressedStage": "thinwire.pipeline.stage",
+    "Pipeline": "thinwire.pipeline.pipeline",
+    "Plan": "thinwire.pipeline.message_choice",
 }
+
+__all__ = list(_HOME)
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _HOME:
         raise AttributeError(f"module 'thinwire.parallel' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"thinwire.parallel.{_LAZY[name]}"), name)
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from thinwire.config.quantities import parse_rate, parse_time
+from thinwire.config.toml import read_toml
 from thinwire.errors import UsageError
 from thinwire.planner.actions import Schedule, read_csv
 from thinwire.planner.model import Model, work_from_flops
-from thinwire.planner.network import Link, Network
+from thinwire.planner.network import LinkSpeed, Network
 from thinwire.planner.schedule import generate
 from thinwire.planner.settings import Wire, read_wire
 from thinwire.planner.step import Machine, Work
-from thinwire.tomlfile import read_toml
-from thinwire.units import parse_rate, parse_time
 
 KEYS = {
     "model": ("layers", "hidden", "seq", "vocab", "tied", "parameters"),
@@ -182,7 +182,7 @@ def _network(table: Mapping[str, Any]) -> Network:
         raise UsageError("no rate: give --rate 100mbit, or rate under [network]")
     duplex = _flag("network", table, "full_duplex", True)
     across, inside = (
-        Link(
+        LinkSpeed(
             parse_rate(table.get(f"{at}rate"), f"{at}rate"),
             parse_time(table.get(f"{at}latency", 0.0)),
             duplex,

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from thinwire.config.stages import SLACK, Stages, chosen_stages
 from thinwire.planner.simulate import Result, simulate
 from thinwire.planner.step import Hop, Send, Step, Traffic
-from thinwire.stages import SLACK, Stages, chosen_stages
 
 Predicate = Callable[[Send], bool]
 

@@ -17,7 +17,7 @@ from thinwire.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """`rate` in bits per second (None: unlimited), `latency` in seconds one way."""
 
     rate: float | None = None
@@ -39,18 +39,18 @@ class Link:
 class Network:
     """Sites of `site_ranks` consecutive ranks (0: every rank is its own site), `inside` and `across` them."""
 
-    across: Link
-    inside: Link = Link()
+    across: LinkSpeed
+    inside: LinkSpeed = LinkSpeed()
     site_ranks: int = 0
     shared_uplink: bool = False  # one port for all that leaves a site, instead of one per rank
 
     def site(self, rank: int) -> int:
         return rank // self.site_ranks if self.site_ranks else rank
 
-    def link(self, a: int, b: int) -> Link:
+    def link(self, a: int, b: int) -> LinkSpeed:
         return self.inside if self.site(a) == self.site(b) else self.across
 
-    def slowest(self, ranks: list[int]) -> Link:
+    def slowest(self, ranks: list[int]) -> LinkSpeed:
         """The link that a ring over these ranks waits for."""
         return self.inside if len({self.site(r) for r in ranks}) == 1 else self.across
 
@@ -73,7 +73,7 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.nbytes + other.nbytes, self.messages + other.messages)
 
-    def seconds(self, link: Link) -> float:
+    def seconds(self, link: LinkSpeed) -> float:
         return link.occupied(self.nbytes) + self.messages * link.latency
 
 

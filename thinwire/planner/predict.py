@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from thinwire.config.quantities import show_rate
 from thinwire.planner import sizes
 from thinwire.planner.config import Run
 from thinwire.planner.critical import Choice, choose, choose_by
 from thinwire.planner.model import Shape, units, values
-from thinwire.planner.network import Cost, Link
+from thinwire.planner.network import Cost, LinkSpeed
 from thinwire.planner.settings import Setting, Wire
 from thinwire.planner.simulate import Result, simulate
 from thinwire.planner.step import Hop, Send, Step, Traffic
-from thinwire.units import show_rate
 
 OFF = Wire("off")
 
@@ -135,7 +135,7 @@ def _collective(run: Run, setting: Setting | None, shapes: list[Shape], members:
     most = max(sites.count(site) for site in sites)
     inside, across = sizes.reduction(setting, shapes, len(members), most)
     raw = sizes.FP32 * sum(map(values, shapes)) if setting and setting.name != "dense" else 0
-    slow: Link = run.network.slowest(members)
+    slow: LinkSpeed = run.network.slowest(members)
     seconds = inside.seconds(run.network.inside) + across.seconds(slow)
     seconds += (_sharing(run) - 1) * slow.occupied(across.nbytes) if slow is run.network.across else 0.0
     total: Cost = inside + across

@@ -1,4 +1,4 @@
-"""What of a `[wire]` table costs time or bytes. What such a table may hold thinwire.wire says, which is asked."""
+"""What of a `[wire]` table costs time or bytes. What such a table may hold, config/wire.py says."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.naming import plain_name
-from thinwire.presets import written_out
-from thinwire.stages import Stages, check_stages
+from thinwire.config.presets import written_out
+from thinwire.config.stages import Stages, check_stages
+from thinwire.registry import plain_name
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def preset(name: str) -> Wire:
 
 def read_wire(table: Mapping[str, Any], name: str = "run.toml") -> Wire:
     """`[wire]` with forward, backward, gradient and embedding; `auto` is planned as the most that it may do."""
-    importlib.import_module("thinwire.wire").Wire.of(table)  # a mistake is a UsageError
+    importlib.import_module("thinwire.config.wire").Wire.of(table)  # a mistake is a UsageError
     rest = {kind: dict(section) for kind, section in written_out(table).items() if kind != "auto"}
     sync = rest.get("embedding", {}).pop("sync", "separate")
     return Wire(

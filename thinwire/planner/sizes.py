@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Protocol
 
-from thinwire.naming import plain_name
 from thinwire.planner import network
 from thinwire.planner.model import Shape, values
 from thinwire.planner.network import Cost
 from thinwire.planner.settings import Setting
+from thinwire.registry import plain_name
 
 FP32 = 4
 

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from thinwire.config.quantities import parse_rate, show_bytes
 from thinwire.errors import UsageError
 from thinwire.planner import figures as planner_figures
 from thinwire.report import page
 from thinwire.report.runs import Run, read_runs
-from thinwire.report.show import progress, table, write_json
 from thinwire.report.summary import Summary, summarise
 from thinwire.report.timeline import simulated
-from thinwire.units import parse_rate, show_bytes
+from thinwire.terminal import progress, table, write_json
 
 EXAMPLES = """examples:
   thinwire report out/train

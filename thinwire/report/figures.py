@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
+from thinwire.config.quantities import show_bytes
 from thinwire.planner.figures import COLOURS, LINES, MARKS
 from thinwire.report.runs import CHANNELS, Point, Run, reached
 from thinwire.report.summary import Summary
-from thinwire.units import show_bytes
 
 SHADES = dict(
     zip(CHANNELS, (COLOURS["forward"], COLOURS["backward"], COLOURS["gradient, embedding"], COLOURS["codec"]))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from thinwire.config.quantities import show_bytes
 from thinwire.report import figures
 from thinwire.report.runs import CHANNELS, Run
 from thinwire.report.summary import Line, Summary, differences
-from thinwire.units import show_bytes
 
 DPI = 150
 ABSENT = "–"

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from thinwire.config.quantities import UNLIMITED
 from thinwire.errors import UsageError
 from thinwire.planner import config as planner
 from thinwire.planner.model import work_from_flops
@@ -20,9 +21,8 @@ from thinwire.planner.predict import predict
 from thinwire.planner.settings import Wire, read_wire
 from thinwire.planner.simulate import Result
 from thinwire.report.runs import Run, number
-from thinwire.train.config import ModelConfig, TrainConfig, read_config
-from thinwire.train.tokenizer import ByteTokenizer
-from thinwire.units import UNLIMITED
+from thinwire.train.config.sections import ModelConfig, TrainConfig, read_config
+from thinwire.train.data.tokenizer import ByteTokenizer
 
 SLOWEST, FASTEST = 1e3, 1e18  # floating-point operations a second, between which the fit looks
 CLOSE = 1.001  # the fit's accuracy, as a ratio

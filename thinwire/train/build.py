@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.collectives import Dense
+from thinwire.config.stages import SLACK, chosen_stages
+from thinwire.config.wire import Reduction, Wire
+from thinwire.data_parallel.precompile import try_exchange
+from thinwire.distributed.config_check import check_agreement
+from thinwire.distributed.precompile import precompile
 from thinwire.errors import UsageError
-from thinwire.parallel.agree import check_agreement
-from thinwire.parallel.rehearse import rehearse
-from thinwire.parallel.when import Plan
-from thinwire.stages import SLACK, chosen_stages
-from thinwire.train import tensor
-from thinwire.train.auto import Decision, check_auto, decide, forms, is_asked
-from thinwire.train.batches import Batches
-from thinwire.train.config import TrainConfig
+from thinwire.pipeline.message_choice import Plan
+from thinwire.pipeline.precompile import try_link
+from thinwire.train.config.sections import TrainConfig
+from thinwire.train.data.batches import Batches
+from thinwire.train.data.samples import Samples, make_samples
+from thinwire.train.data.tokenizer import open_tokenizer
 from thinwire.train.engine import Alone, Piped
-from thinwire.train.measure import cut_by_time
+from thinwire.train.learning_rate import total_steps
 from thinwire.train.mesh import Mesh, make_mesh
-from thinwire.train.models import Blueprint, build_stages, named_parameters, plan_model
-from thinwire.train.optim import total_steps
-from thinwire.train.samples import Samples, make_samples
-from thinwire.train.selection import select, with_fitting_rank
-from thinwire.train.stage import Stage
-from thinwire.train.tokenizer import open_tokenizer
+from thinwire.train.model import tensor_parallel as tensor
+from thinwire.train.model.blueprint import Blueprint, build_stages, named_parameters, plan_model
+from thinwire.train.model.stage import Stage
+from thinwire.train.tune.auto import Decision, check_auto, decide, forms, is_asked
+from thinwire.train.tune.layer_times import cut_by_time
+from thinwire.train.tune.selection import select, with_fitting_rank
 from thinwire.train.update import Update
-from thinwire.wire import Reduction, Wire
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def build(config: TrainConfig, checked: Checked, say: Callable[[str], None], kep
     stages = build_stages(blueprint, mine, config.run.seed, config.run.device, config.run.recompute, cut)
     named = tensor.local_parameters(named_parameters(stages))
     wire = with_fitting_rank(checked.wire, named, say)
-    _rehearse(config, wire, stages, named, say)
+    _precompile(config, wire, stages, named, say)
     decision = decide(config, wire, mesh, stages, named, kept, say)
     if decision is not None and wire.auto:
         wire = _with_embedding(with_fitting_rank(Wire.of(decision.wire), named, say), config, blueprint)
@@ -128,7 +131,7 @@ def build(config: TrainConfig, checked: Checked, say: Callable[[str], None], kep
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
 
 
-def _rehearse(
+def _precompile(
     config: TrainConfig, wire: Wire, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter],
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
@@ -137,11 +140,14 @@ def _rehearse(
         return
     kinds, some = forms(config, wire), next(iter(stages.values()))
     links = [link for way in ("forward", "backward") for link in kinds[way]] if config.mesh.pp > 1 else []
-    rehearse(
-        "the wire", say, links, [*kinds["gradient"], *kinds["embedding"]], like=next(some.parameters()),
-        row=(config.data.seq_len, some.config.hidden_size // config.mesh.tp),
-        shapes={name: tuple(p.shape) for name, p in named.items()},
-    )  # fmt: skip
+    row = config.data.seq_len, some.config.hidden_size // config.mesh.tp
+    shapes = {name: tuple(p.shape) for name, p in named.items()}
+    like = next(some.parameters())
+    calls = [partial(try_link, link, row, like.dtype) for link in links]
+    for reduction in (*kinds["gradient"], *kinds["embedding"]):
+        if reduction is not None:
+            calls.append(partial(try_exchange, reduction, shapes, like.dtype))
+    precompile("the wire", calls, like, say)
 
 
 def _tied(stages: Mapping[int, Stage]) -> str | None:

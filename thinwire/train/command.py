@@ -12,9 +12,9 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from thinwire.config.presets import PRESETS
 from thinwire.errors import UsageError
-from thinwire.presets import PRESETS
-from thinwire.train.config import MeshConfig, TrainConfig, init_text, load
+from thinwire.train.config.sections import MeshConfig, TrainConfig, init_text, load
 from thinwire.train.installed import check_installed
 
 INTERRUPTED = 130  # the exit status of what Ctrl-C ended

@@ -11,18 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from thinwire.config.wire import Wire
 from thinwire.errors import UsageError
-from thinwire.parallel.overlap import run_ahead
-from thinwire.parallel.pipeline import Pipeline
-from thinwire.parallel.stage import CompressedStage
-from thinwire.parallel.when import Plan
-from thinwire.train.batches import Batch
-from thinwire.train.config import TrainConfig
+from thinwire.pipeline.message_choice import Plan
+from thinwire.pipeline.overlap import run_ahead
+from thinwire.pipeline.pipeline import Pipeline
+from thinwire.pipeline.stage import CompressedStage
+from thinwire.train.config.sections import TrainConfig
+from thinwire.train.data.batches import Batch
+from thinwire.train.data.samples import IGNORED
 from thinwire.train.mesh import Mesh
-from thinwire.train.samples import IGNORED
-from thinwire.train.stage import Stage
-from thinwire.train.tensor import Sliced
-from thinwire.wire import Wire
+from thinwire.train.model.stage import Stage
+from thinwire.train.model.tensor_parallel import Sliced
 
 
 class Loss:

@@ -6,15 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from thinwire.config.quantities import parse_rate
 from thinwire.errors import UsageError
 from thinwire.lab import Job, Network, RankFailed, check
-from thinwire.report.show import progress
-from thinwire.train.config import TrainConfig
+from thinwire.terminal import progress
+from thinwire.train.config.sections import TrainConfig
 from thinwire.train.metrics import METRICS, read_events
 from thinwire.train.rank import train_rank
 from thinwire.train.show import describe
 from thinwire.train.stop import StopRequest
-from thinwire.units import parse_rate
 
 PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.rank")
 WATCH = 0.5

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.errors import UsageError
-from thinwire.train.batches import Batch, held_out_batches
 from thinwire.train.build import Checked, Parts, build, check
 from thinwire.train.checkpoint import CHECKPOINTS, Checkpoints, refuse_second_run
-from thinwire.train.config import TrainConfig
+from thinwire.train.config.sections import TrainConfig
+from thinwire.train.data.batches import Batch, held_out_batches
+from thinwire.train.learning_rate import rate
 from thinwire.train.metrics import Metrics
-from thinwire.train.optim import rate
+from thinwire.train.model.tensor_parallel import concerns, plain_name, read_back, saved_name
 from thinwire.train.publish import publish
 from thinwire.train.stop import StopRequest
-from thinwire.train.tensor import concerns, plain_name, read_back, saved_name
 from thinwire.train.totals import Totals
 
 DECISION = "decision"  # its name in a checkpoint

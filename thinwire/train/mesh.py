@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from thinwire.train.config import MeshConfig
+from thinwire.train.config.sections import MeshConfig
 
 
 @dataclass(frozen=True)

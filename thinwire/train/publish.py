@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.train.build import Parts
-from thinwire.train.export import export_weights, write_adapter, write_index, write_shard
+from thinwire.train.model.export import export_weights, write_adapter, write_index, write_shard
 
 
 def publish(parts: Parts, folder: str | Path, shared: bool) -> Path:

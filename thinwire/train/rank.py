@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import UsageError
-from thinwire.report.show import progress
+from thinwire.terminal import progress
 from thinwire.train.build import check
 from thinwire.train.checkpoint import refuse_second_run
-from thinwire.train.config import TrainConfig
+from thinwire.train.config.sections import TrainConfig
 from thinwire.train.loop import Trainer
 from thinwire.train.metrics import METRICS, read_events
 from thinwire.train.show import closing, describe
@@ -50,7 +50,7 @@ def train_rank(
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     else:
         join(backend, limit)
-    signs = Signs()
+    signs = Heartbeat()
     try:
         trainer = Trainer(config, resume=resume, local_rank=local_rank, say=_say, rate=rate, checked=checked)
         if show and trainer.rank == 0:
@@ -118,7 +118,7 @@ def take_card(local_rank: int) -> None:
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
-class Signs:
+class Heartbeat:
     """Every rank's sign of life in the rendezvous store, a second apart: who is silent when something breaks?"""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from thinwire.units import show_bytes, show_duration
+from thinwire.config.quantities import show_bytes, show_duration
 
 TRAFFIC = ("forward", "backward", "gradient", "embedding")
 

@@ -16,18 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.collectives.base import world
-from thinwire.optim import FrozenAdam
-from thinwire.parallel.checkpoint import concerns
-from thinwire.parallel.exchange import Exchange
-from thinwire.parallel.reducer import Reducer
-from thinwire.parallel.tied import TiedEmbedding
-from thinwire.train.config import TrainConfig
+from thinwire.collectives.groups import world
+from thinwire.config.wire import Wire
+from thinwire.data_parallel.checkpoint import concerns
+from thinwire.data_parallel.exchange import Exchange
+from thinwire.data_parallel.frozen_adam import FrozenAdam
+from thinwire.data_parallel.reducer import Reducer
+from thinwire.data_parallel.tied_embedding import TiedEmbedding
+from thinwire.train.config.sections import TrainConfig
+from thinwire.train.learning_rate import groups
 from thinwire.train.mesh import Mesh
-from thinwire.train.optim import groups
-from thinwire.train.tensor import concerns as cut_concerns
-from thinwire.train.tensor import dim_cut, plain_name, read_back, saved_name
-from thinwire.wire import Wire
+from thinwire.train.model.tensor_parallel import concerns as cut_concerns
+from thinwire.train.model.tensor_parallel import dim_cut, plain_name, read_back, saved_name
 
 Named = dict[str, nn.Parameter]
 

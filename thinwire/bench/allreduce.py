@@ -1,0 +1,266 @@
+"""`thinwire bench allreduce`: every collective on an emulated slow network: seconds, bytes, words per k."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thinwire import collectives as room
+from thinwire.bench.allreduce_ranks import HalfHook, measure, selection
+from thinwire.codecs import LowRank, Quantize, TopK
+from thinwire.codecs.entries import Entries
+from thinwire.collectives.base import Collective
+from thinwire.config.quantities import parse_rate, parse_time, show_bytes, show_rate
+from thinwire.errors import UsageError
+from thinwire.lab.network import Network
+from thinwire.planner import network as cost
+from thinwire.terminal import progress, table, write_json
+
+LONG = 10.0  # seconds; an exchange predicted to take longer is done once
+LIMIT = 600.0  # seconds for one launch beyond what is predicted
+BITS, RANK = 4, 4  # of the dense rivals
+WORKERS = ("similar", "skewed", "adversarial")
+MODEL_HOSTS = tuple(2**i for i in range(1, 9))  # to 256: the closed forms, drawn as a model
+NOT_RUN = "torch's PowerSGD hook is not run: it calls a collective inside a future's callback and hangs on Gloo."
+CODINGS = (("fp32", "int32"), ("fp32", "coded"), ("int8", "coded"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A collective, whether it selects k entries, and the closed form of its bytes per rank on p ranks."""
+
+    collective: Collective
+    sparse: bool
+    predict: Callable[[int], cost.Cost]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hosts", default="2,4,8", help="comma-separated (%(default)s)")
+    parser.add_argument("--rate", default="20mbit", help="of every host's link (%(default)s)")
+    parser.add_argument("--latency", default="0ms", help="one way, host to host (%(default)s)")
+    parser.add_argument("--numel", default="10e6", help="values to reduce (%(default)s)")
+    parser.add_argument("--density", type=float, default=0.01, help="share that sparse ones pick (%(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="exchanges a launch; long ones once (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=1, help="launches of each, in turn (%(default)s)")
+    parser.add_argument("--workers", choices=WORKERS, default=WORKERS[0], help="gradients (%(default)s)")
+    parser.add_argument("--only", default="", metavar="WORDS", help="names that contain one of these, comma-separated")
+    parser.add_argument("--json", metavar="PATH")
+    parser.add_argument("--figure", metavar="PATH", help="seconds and words per k against the number of hosts")
+
+
+def run(args: argparse.Namespace) -> int:
+    hosts, numel = _hosts(args.hosts), _numel(args.numel)
+    rate = parse_rate(args.rate, "rate")
+    for name in ("steps", "rounds"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name} {getattr(args, name)}: allowed is a whole number from 1")
+    shape, k = _matrix(numel), TopK(args.density).count(numel)
+    rows = _chosen(contestants(shape, args.density), args.only)
+    results: list[dict[str, Any]] = []
+    settings = {"rate": rate, "numel": numel, "k": k, "density": args.density, "workers": args.workers}
+    settings |= {"latency": args.latency, "not_run": NOT_RUN, "model": _model(rows, k, rate, args.latency)}
+
+    def keep(latest: list[dict[str, Any]]) -> None:
+        """A run that is cut off leaves what it has measured."""
+        write_json(args.json, {**settings, "rows": results + latest})
+
+    with progress("allreduce", len(hosts) * len(rows) * args.rounds) as advance:
+        for size in hosts:
+            with Network(hosts=size, rate=rate, latency=args.latency, preload=("thinwire.bench.allreduce",)) as net:
+                bench = _Bench(net, rate, shape, k, args.workers, args.steps)
+                picked = net.run(selection, numel, k, timeout=LIMIT, echo=False)[0]
+                results += bench.compare(rows, args.rounds, picked, advance, keep)
+    _show(results, k, rate, args)
+    if args.figure:
+        from thinwire.bench.allreduce_figure import draw
+
+        draw(results, settings["model"], args.figure, f"{numel:,} values, {100 * args.density:g} %, {show_rate(rate)}")
+    return 0
+
+
+def contestants(shape: tuple[int, int], density: float) -> dict[str, Row]:
+    """Name → row. Sparse ones in every coding that fits them; Gather and TwoHop appear as TopkAllgather, Quantized."""
+    n = math.prod(shape)
+    k = TopK(density).count(n)
+    coded = Quantize(BITS).nbytes((n,), torch.float32)
+    raw = LowRank(RANK).is_raw(shape)
+    sides = (4.0 * n, 0.0) if raw else (4.0 * RANK * shape[0], 4.0 * RANK * shape[1])
+    rows = {
+        "dense (Gloo)": Row(room.Dense(), False, lambda p: cost.dense_ring(4 * n, p)),
+        "fp16 (torch's DDP hook)": Row(HalfHook(), False, lambda p: cost.dense_ring(2 * n, p)),
+        f"Quantized({BITS})": Row(room.Quantized(BITS), False, lambda p: cost.two_hop(coded, p)),
+        f"LowRank({RANK})": Row(room.LowRank(RANK), False, lambda p: cost.low_rank(*sides, p)),
+    }
+    for values, indices in CODINGS:
+        rows |= _sparse(n, k, density, values, indices)
+    return rows
+
+
+def _sparse(n: int, k: int, density: float, values: str, indices: str) -> dict[str, Row]:
+    entry, coding = Entries(values, indices).nbytes(n, k) / k, f"{values}+{indices}"
+
+    def tree(p: int) -> cost.Cost:
+        """gTopk by the mean over ranks, as everything is counted here: 2(P − 1) messages on P ranks."""
+        return cost.Cost(2 * k * entry * (p - 1) / p, cost.gtopk(k, p, entry).messages)
+
+    return {
+        f"TopkAllgather {coding}": Row(
+            room.TopkAllgather(density, values, indices), True, lambda p: cost.topk_allgather(k, p, entry)
+        ),
+        f"TopkDSA {coding}": Row(
+            room.TopkDSA(density, values, indices), True, lambda p: cost.topk_dsa(n, k, p, entry, 4)
+        ),
+        f"GTopk {coding}": Row(room.GTopk(density, values, indices), True, tree),
+        f"OkTopk {coding}": Row(
+            room.OkTopk(density, values=values, indices=indices), True, lambda p: cost.ok_topk(k, p, entry, True)
+        ),
+    }
+
+
+@dataclass
+class _Bench:
+    """One network, on which collectives are launched in turn."""
+
+    net: Network
+    rate: float | None
+    shape: tuple[int, int]
+    k: int
+    workers: str
+    steps: int
+
+    def compare(
+        self,
+        rows: dict[str, Row],
+        rounds: int,
+        picked: dict[str, float],
+        advance: Callable[[str, int], None],
+        keep: Callable[[list[dict[str, Any]]], None],
+    ) -> list[dict[str, Any]]:
+        """A result for each row; `keep` gets all there are after every launch."""
+        size, out = len(self.net.hosts), []
+        idle = self._launch(room.Dense(), 0, 0.0)[1]  # what handshake and parting cost
+        launches: dict[str, list[tuple[list[Any], float]]] = {name: [] for name in rows}
+        for _ in range(rounds):
+            for name, row in rows.items():
+                expected = row.predict(size).seconds(cost.LinkSpeed(self.rate))
+                steps = 1 if expected > LONG else self.steps
+                launches[name].append(self._launch(row.collective, steps, steps * expected))
+                advance(f"{name}, {size} hosts", 1)
+                out = [self._row(n, rows[n], done, idle, picked) for n, done in launches.items() if done]
+                dense = next((row["seconds"] for row in out if row["collective"].startswith("dense")), None)
+                out = [row | {"times_dense": None if dense is None else dense / row["seconds"]} for row in out]
+                keep(out)
+        return out
+
+    def _launch(self, collective: Collective, steps: int, expected: float) -> tuple[list[Any], float]:
+        """(per rank and step what was measured, mean bytes a host sent as the lab counts them)."""
+        limit = LIMIT + 4 * expected
+        results = self.net.run(measure, collective, self.shape, self.k, self.workers, steps, timeout=limit, echo=False)
+        return list(results), results.total_sent / len(results)
+
+    def _row(
+        self,
+        name: str,
+        row: Row,
+        launches: list[tuple[list[Any], float]],
+        idle: float,
+        picked: dict[str, float],
+    ) -> dict[str, Any]:
+        """Seconds: the slowest rank's, median over steps but the first of a launch, where thresholds are made."""
+        size, steps = len(self.net.hosts), len(launches[0][0][0])
+        slowest = [[max(r[s]["seconds"] for r in ranks) for s in range(steps)] for ranks, _ in launches]
+        later = [second for times in slowest for second in (times[1:] or times)]
+        every = [rank[s] for ranks, _ in launches for rank in ranks for s in range(steps)]
+        counted = statistics.fmean(sent - idle for _, sent in launches) / steps
+        payload, beside = (statistics.fmean(r[kind] for r in every) for kind in ("payload", "beside"))
+        busiest = max(statistics.fmean(step["payload"] for step in rank) for ranks, _ in launches for rank in ranks)
+        return {
+            "collective": name, "hosts": size, "steps": steps * len(launches), "sparse": row.sparse,
+            "seconds": statistics.median(later), "seconds_first": statistics.median(t[0] for t in slowest),
+            "seconds_all": slowest, "select": _selecting(name, row, picked),
+            "wire": cost.LinkSpeed(self.rate).occupied(counted), "predicted": row.predict(size).nbytes,
+            "payload": payload, "payload_busiest": busiest, "beside": beside, "counted": counted,
+            "words_per_k": payload / 4 / self.k if row.sparse else None,
+            "passed": [int(step["passed"]) for step in launches[0][0][0]] if row.sparse else None,
+        }  # fmt: skip
+
+
+def _model(rows: dict[str, Row], k: int, rate: float | None, latency: str) -> dict[str, list[dict[str, float]]]:
+    """Closed forms, per row and number of hosts: words per k and seconds of wire and latency, no computing."""
+    link = cost.LinkSpeed(rate, parse_time(latency, "latency"))
+    return {
+        name: [
+            {"hosts": p, "words_per_k": row.predict(p).nbytes / 4 / k, "seconds": row.predict(p).seconds(link)}
+            for p in MODEL_HOSTS
+        ]
+        for name, row in rows.items()
+    }
+
+
+def _selecting(name: str, row: Row, picked: dict[str, float]) -> float | None:
+    """Ok-Topk reuses its threshold, the others select exactly."""
+    if not row.sparse:
+        return None
+    return picked["reused" if name.startswith("OkTopk") else "exact"]
+
+
+def _hosts(text: str) -> list[int]:
+    try:
+        hosts = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--hosts {text}: allowed are whole numbers, comma-separated") from None
+    if min(hosts) < 2:
+        raise UsageError(f"--hosts {text}: allowed are numbers from 2")
+    return hosts
+
+
+def _numel(text: str) -> int:
+    try:
+        numel = float(text)
+    except ValueError:
+        numel = math.nan
+    if not 2 <= numel < 2**31 or numel != int(numel):
+        raise UsageError(f"--numel {text}: allowed is a whole number from 2 below 2³¹, such as 10e6")
+    return int(numel)
+
+
+def _matrix(numel: int) -> tuple[int, int]:
+    """numel as the squarest matrix, for LowRank."""
+    rows = next(r for r in range(math.isqrt(numel), 0, -1) if numel % r == 0)
+    return rows, numel // rows
+
+
+def _chosen(rows: dict[str, Row], only: str) -> dict[str, Row]:
+    words = [word.strip().lower() for word in only.split(",") if word.strip()]
+    for word in words:
+        if not any(word in name.lower() for name in rows):
+            raise UsageError(f"--only {word}: no collective's name contains it; there are {', '.join(rows)}")
+    return {name: row for name, row in rows.items() if not words or any(word in name.lower() for word in words)}
+
+
+def _show(results: list[dict[str, Any]], k: int, rate: float | None, args: argparse.Namespace) -> None:
+    cells = [
+        (
+            row["hosts"], row["collective"], row["steps"], row["select"], row["wire"], row["seconds"],
+            row["seconds_first"], row["times_dense"], show_bytes(row["predicted"]), show_bytes(row["payload"]),
+            show_bytes(row["beside"]), show_bytes(row["counted"]), row["words_per_k"],
+        )
+        for row in results
+    ]  # fmt: skip
+    columns = (
+        "P", "collective", "steps", "select s", "wire s", "total s", "first s", "× dense", "predicted", "payload",
+        "beside", "counted", "words/k",
+    )  # fmt: skip
+    caption = (
+        "bytes per rank and step, mean over ranks: predicted by closed form, payload and what goes beside it (counts, "
+        "histograms) as handed to torch.distributed, counted by the lab from outside. wire s: counted ÷ rate. "
+        "select s: one rank alone, also part of total. " + NOT_RUN
+    )
+    title = f"{args.numel} values, k = {k:,}, {show_rate(rate)}, {args.workers} workers"
+    table(title, columns, cells, caption)

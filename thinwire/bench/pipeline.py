@@ -1,0 +1,209 @@
+"""`thinwire bench pipeline`: what compression of activations and gradients gains, and what it costs in quality.
+
+Loss does not depend on the network's rate: every mode is trained once (per seed) on an unlimited network, and a few
+cold and warm steps of it are timed at every rate (ablations: at the slowest but one). The rates follow from the shares
+s of the fp32 step that should be exposed wire: T(rate) = T₀ + bits/rate is measured twice, and
+rate(s) = bits·(1 − s)/(T₀·s). What is in the JSON file already is not done again with --resume.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from thinwire.bench.pipeline_modes import MODES, Mode, predicted_bytes
+from thinwire.bench.pipeline_ranks import SCHEDULES, Setup, pretrain, time_steps, train
+from thinwire.bench.pipeline_table import show, summed
+from thinwire.config.quantities import SLOWEST, parse_rate
+from thinwire.errors import UsageError
+from thinwire.lab.network import Network
+from thinwire.terminal import progress, read_json, write_json
+
+PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.bench.pipeline_ranks")
+LIMIT = 600.0  # seconds for one launch beyond what is predicted
+PROBE = 20e6  # bit/s of the launch that finds how many bits the fp32 step waits for
+SHARES = "0.9,0.95,0.98,0.995"
+ABLATIONS = "ablations"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hosts", type=int, default=4, help="stages, one a host (%(default)s)")
+    parser.add_argument("--shares", default=SHARES, help="of the fp32 step on the exposed wire (%(default)s)")
+    parser.add_argument("--rates", default="", help="of every host's link, instead of --shares; comma-separated")
+    parser.add_argument("--schedule", choices=list(SCHEDULES), default="1F1B", help="(%(default)s)")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="WORDS",
+        help='modes whose name contains one of these words; "ablations": all of ours',
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="paired runs for the loss; 0: no training (%(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="timed, cold and warm each; 0: no timing (%(default)s)")
+    for name, text in (
+        ("epochs", "of fine-tuning"), ("samples", "fine-tuned on"), ("held-out", "samples"),
+        ("pretrain", "steps before, in one process"), ("layers", "of a stage"), ("width", "of the model"),
+        ("length", "bytes of a sample"), ("rows", "of a micro-batch"), ("microbatches", "of a step"),
+    ):  # fmt: skip
+        default = getattr(Setup(stages=1), name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (%(default)s)")
+    parser.add_argument("--json", metavar="PATH", help="written anew after every row")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of the --json file and do what is missing")
+    parser.add_argument("--figure", metavar="PATH", help="loss against time, step time against rate, speed-up")
+
+
+def run(args: argparse.Namespace) -> int:
+    setup, modes = _setup(args), _chosen(args.only)
+    bench = Bench(setup, modes, args.steps, args.json, args.resume)
+    with Network(hosts=args.hosts, preload=PRELOAD) as net, tempfile.TemporaryDirectory() as folder:
+        launches = args.seeds * (1 + len(modes))
+        with progress("pipeline", launches + 1) as advance:
+            bench.train(net, args.seeds, folder, advance)
+            if args.steps:
+                bench.time(net, [None, *bench.rates(net, args.rates, args.shares)])
+            advance("timed", 1)
+    show(bench.result, list(modes))
+    if args.figure:
+        from thinwire.bench.pipeline_figure import draw
+
+        draw(bench.result, args.figure)
+    return 0
+
+
+class Bench:
+    """Gathers rows; `result` is what is written."""
+
+    def __init__(self, setup: Setup, modes: dict[str, Mode], steps: int, path: str | None, resume: bool) -> None:
+        self.setup, self.modes, self.steps, self.path = setup, modes, steps, path
+        self.result: dict[str, Any] = {"setup": asdict(setup), "steps": steps, "loss": [], "time": []}
+        if resume:
+            if path is None:
+                raise UsageError("--resume goes on with the rows of a file: name it by --json")
+            before = read_json(path)
+            if before.get("setup") != self.result["setup"]:
+                raise UsageError(f"{path}: was made with other settings: {before.get('setup')}")
+            self.result = before
+
+    def has(self, kind: str, **what: Any) -> bool:
+        return any(all(row[name] == value for name, value in what.items()) for row in self.result[kind])
+
+    def keep(self, kind: str, row: dict[str, Any]) -> None:
+        self.result[kind].append(row)
+        write_json(self.path, self.result)
+
+    # --- quality
+
+    def train(self, net: Network, seeds: int, folder: str, advance: Callable[[str, int], None]) -> None:
+        """Paired: every mode starts from the same weights and sees the same batches."""
+        for seed in range(seeds):
+            setup = replace(self.setup, seed=seed)
+            weights = str(Path(folder) / f"{seed}.pt")
+            missing = [name for name, mode in self.modes.items() if not mode.schedule]  # which does not change the loss
+            missing = [name for name in missing if not self.has("loss", mode=name, seed=seed)]
+            if not missing:
+                advance(f"seed {seed}: done before", 1 + len(self.modes))
+                continue
+            start = pretrain(setup, weights)
+            advance(f"seed {seed} pre-trained", 1)
+            advance("done before", len(self.modes) - len(missing))
+            for name in missing:
+                mode = self.modes[name]
+                ranks = net.run(train, mode, setup, weights, timeout=LIMIT + 60 * setup.epochs, echo=False)
+                totals = [summed(rank["epochs"][e] for rank in ranks) for e in range(setup.epochs)]
+                row = {"mode": name, "seed": seed, "pretrained": start, "losses": ranks[0]["losses"], "epochs": totals}
+                self.keep("loss", row)
+                advance(f"{name}, seed {seed}", 1)
+
+    # --- time
+
+    def rates(self, net: Network, rates: str, shares: str) -> list[float]:
+        """As given, or so that the fp32 step spends the shares on the exposed wire."""
+        if rates:
+            return [rate for rate in (parse_rate(word, "rate") for word in rates.split(",")) if rate is not None]
+        if "exposed_bits" not in self.result:
+            free = self.launch(net, MODES["fp32"], None)["warm"]
+            slow = self.launch(net, MODES["fp32"], PROBE)["warm"]
+            self.result |= {"fp32_unlimited": free, "exposed_bits": max(slow - free, 1e-3) * PROBE}
+            write_json(self.path, self.result)
+        free, bits = self.result["fp32_unlimited"], self.result["exposed_bits"]
+        return [max(SLOWEST, bits * (1 - s) / (free * s)) for s in _shares(shares)]
+
+    def time(self, net: Network, rates: list[float | None]) -> None:
+        limited = sorted(rate for rate in rates if rate is not None)
+        for rate in rates:
+            for name, mode in self.modes.items():
+                if mode.ablation and rate not in (None, *limited[:2][-1:]):
+                    continue
+                if not self.has("time", mode=name, rate=rate):
+                    self.keep("time", {"mode": name, "rate": rate, **self.launch(net, mode, rate)})
+
+    def launch(self, net: Network, mode: Mode, rate: float | None) -> dict[str, Any]:
+        """Slowest rank's seconds of a cold and of a warm step (median); where the network is unlimited also bytes:
+        predicted, framed, counted. They do not depend on the rate."""
+        for host in range(len(net.hosts)):
+            net.set_rate(host, "unlimited" if rate is None else rate)
+        expected = 8 * self.predicted(mode, False) * self.setup.stages / (rate or 1e9)
+        limit = LIMIT + 6 * (self.steps + 1) * expected
+        ranks = net.run(time_steps, mode, self.setup, self.steps, timeout=limit, echo=False)
+        slowest = {
+            kind: [max(rank["seconds"][kind][s] for rank in ranks) for s in range(len(ranks[0]["seconds"][kind]))]
+            for kind in ("cold", "warm")
+        }
+        warm = statistics.median(slowest["warm"])
+        row = {"cold": statistics.median(slowest["cold"] or [warm]), "warm": warm, "all": slowest}
+        if rate is not None:
+            return row
+        before = net.run(time_steps, mode, self.setup, 0, timeout=limit, echo=False)
+        counts = [summed(rank["counts"] for rank in run) for run in (before, ranks)]
+        framed = sum(counts[1][way] - counts[0][way] for way in ("forward", "backward"))
+        kinds = [kind == "warm" for kind in ("cold", "warm") if slowest[kind]]
+        return row | {
+            "predicted": sum(self.predicted(mode, warm) * self.steps for warm in kinds), "framed": framed or None,
+            "counted": ranks.total_sent - before.total_sent,
+        }  # fmt: skip
+
+    def predicted(self, mode: Mode, warm: bool) -> int:
+        """Bytes of one step over all boundaries, where every message is compressed."""
+        s = self.setup
+        one = sum(predicted_bytes(mode, s.rows, s.length, s.width, warm))
+        return one * s.microbatches * (s.stages - 1)
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(word) for word in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < s < 1 for s in shares):
+        raise UsageError(f"--shares {text}: allowed are numbers between 0 and 1, comma-separated")
+    return shares
+
+
+def _setup(args: argparse.Namespace) -> Setup:
+    names = ("epochs", "samples", "held_out", "pretrain", "layers", "width", "length", "rows", "microbatches")
+    for name in ("hosts", *names):
+        if getattr(args, name) < (2 if name == "hosts" else 1):
+            raise UsageError(f"--{name} {getattr(args, name)}: too small")
+    setup = Setup(args.hosts, schedule=args.schedule, **{name: getattr(args, name) for name in names})
+    if setup.microbatches < args.hosts and setup.schedule == "1F1B":
+        raise UsageError(f"--microbatches {setup.microbatches}: 1F1B needs one a stage, {args.hosts}")
+    if setup.held_out % setup.microbatches or setup.samples < setup.batch:
+        raise UsageError(f"--held-out must be a multiple of --microbatches, --samples at least {setup.batch}")
+    return setup
+
+
+def _chosen(only: str) -> dict[str, Mode]:
+    words = [word.strip().lower() for word in only.split(",") if word.strip()]
+    for word in words:
+        if word != ABLATIONS and not any(word in name.lower() for name in MODES):
+            raise UsageError(f"--only {word}: no mode's name contains it; there are {', '.join(MODES)}")
+
+    def chosen(name: str, mode: Mode) -> bool:
+        ours = ABLATIONS in words and (mode.ablation or name == "best")
+        return not words or name == "fp32" or ours or any(word in name.lower() for word in words)
+
+    return {name: mode for name, mode in MODES.items() if chosen(name, mode)}

@@ -1,0 +1,222 @@
+"""The user's configuration: what each kind of traffic gets.
+
+    tw.Wire(forward=(codecs.Quantize(4), memory.Delta()), gradient=collectives.OkTopk(0.01))
+    tw.Wire.of("safe")    tw.Wire.of({"gradient": {"collective": "ok_topk", "density": 0.01}})    # as TOML gives it
+
+A section that is not given is sent as torch sends it. Gradients keep what a lossy collective leaves out (error
+feedback) unless another memory is named: without it they would train another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from thinwire import codecs, collectives, memory
+from thinwire.codecs.base import Codec
+from thinwire.collectives import Collective, Dense
+from thinwire.config.presets import written_out
+from thinwire.config.stages import Stages, check_stages
+from thinwire.errors import UsageError
+from thinwire.memory import ErrorFeedback, Memory, Plain
+from thinwire.registry import construct, plain_name
+
+MEMORIES: dict[str, Callable[..., Memory]] = {
+    plain_name(f.__name__): f
+    for f in (
+        memory.Plain, memory.FixedShift, memory.StarShift, memory.Diana, memory.RandDiana, memory.EF21,
+        memory.ErrorFeedback, memory.EControl, memory.Delta,
+    )
+}  # fmt: skip
+COLLECTIVES: dict[str, Callable[..., Collective]] = {
+    plain_name(name): getattr(collectives, name) for name in collectives.__all__ if name not in ("Collective", "xi")
+}
+WHEN = ("always", "epilogue", "critical")
+SYNCS = ("separate", "fused")
+
+
+@dataclass(frozen=True)
+class Link:
+    """`[wire.forward]` and `[wire.backward]`: what a pipeline boundary's messages get.
+
+    `when`: always, Optimus-CC's epilogue, critical (without slack in the simulator), or a predicate
+    (stage, micro-batch) → bool that both peers evaluate. `memory="auto"` (backward): lazy error where it helps.
+    """
+
+    codec: Codec
+    memory: Memory | str = field(default_factory=Plain)
+    when: str | Callable[[int, int], bool] = "always"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise UsageError(f"a pipeline link takes a codec, not {self.codec!r}")
+        if self.memory != "auto" and not isinstance(self.memory, Memory):
+            raise UsageError(f"memory must be a memory or 'auto', not {self.memory!r}")
+        if not callable(self.when) and self.when not in WHEN:
+            raise UsageError(f"when = {self.when!r}: allowed are {', '.join(WHEN)}, or a function")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """`[wire.gradient]` and `[wire.embedding]`: how gradients are averaged.
+
+    The first `warmup` steps are exact; so are always parameters that match a pattern in `exclude` (as file names
+    match: `*.bias`) and those of fewer than `exact_dims` + 1 dimensions (biases and norms, unless 0). `unit_mb` is
+    the size of the pieces that are exchanged while backward still runs. `stages`: of a pipeline, whose gradients are
+    compressed: a share (the earliest), a list, or "slack" (stages.py).
+    `sync` (embedding): one exchange over both copies of a tied one (fused), or one each and one between them.
+    """
+
+    collective: Collective
+    memory: Memory = field(default_factory=ErrorFeedback)
+    stages: Stages = 1.0
+    warmup: int = 0
+    exclude: tuple[str, ...] = ()
+    exact_dims: int = 1
+    unit_mb: float = 25.0
+    sync: str = "separate"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.collective, Collective):
+            raise UsageError(f"gradients take a collective, not {self.collective!r}{_hint(self.collective)}")
+        if not isinstance(self.memory, Memory):
+            raise UsageError(f"memory must be a memory, not {self.memory!r}")
+        if self.memory.cold_start:
+            raise UsageError(
+                f"memory {self.memory.name}: is for samples; gradients take error_feedback, ef21, diana, …"
+            )
+        object.__setattr__(self, "stages", check_stages(self.stages))
+        for name, least in (("warmup", 0), ("exact_dims", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise UsageError(f"{name} = {value!r}: must be an integer, {least} or more")
+        if not isinstance(self.unit_mb, (int, float)) or not self.unit_mb > 0:
+            raise UsageError(f"unit_mb = {self.unit_mb!r}: must be positive")
+        if self.sync not in SYNCS:
+            raise UsageError(f"sync = {self.sync!r}: allowed are {', '.join(SYNCS)}")
+        patterns = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
+        if not isinstance(patterns, (tuple, list)) or not all(isinstance(p, str) for p in patterns):
+            raise UsageError(f"exclude = {self.exclude!r}: must be patterns of names, such as '*.bias'")
+        object.__setattr__(self, "exclude", tuple(patterns))
+
+    @property
+    def is_exact(self) -> bool:
+        return isinstance(self.collective, Dense)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What each kind of traffic gets; None: as torch sends it. `auto`: measure, and stay exact where that is faster."""
+
+    forward: Link | None = None
+    backward: Link | None = None
+    gradient: Reduction | None = None
+    embedding: Reduction | None = None
+    auto: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            object.__setattr__(self, name, _link(name, getattr(self, name)))
+        for name in ("gradient", "embedding"):
+            object.__setattr__(self, name, _reduction(name, getattr(self, name)))
+        if not isinstance(self.auto, bool):
+            raise UsageError(f"[wire] auto = {self.auto!r}: must be true or false")
+
+    @staticmethod
+    def of(wire: Wire | Mapping[str, Any] | Collective | str) -> Wire:
+        """A Wire from itself, a preset's name, "auto", a `[wire]` table, or a collective for the gradients alone."""
+        if isinstance(wire, Wire):
+            return wire
+        if isinstance(wire, Collective):
+            return Wire(gradient=wire)  # type: ignore[arg-type]
+        if isinstance(wire, str):
+            return _read({"preset": wire})
+        if not isinstance(wire, Mapping):
+            raise UsageError(f"wire = {wire!r}: must be a Wire, a preset's name, a table or a collective{_hint(wire)}")
+        return _read(wire)
+
+
+def _read(table: Mapping[str, Any]) -> Wire:
+    """`[wire]`: sections over a `preset`, and `auto`."""
+    rest = written_out(table)
+    allowed = [f.name for f in fields(Wire)]
+    for key in rest:
+        if key not in allowed:
+            raise UsageError(f"[wire] {key}: no such key; allowed are preset, {', '.join(allowed)}")
+    return Wire(**rest)
+
+
+def _link(name: str, given: Any) -> Link | None:
+    """A section as a Link: from None, a codec, (codec, memory), a table, or itself."""
+    if given is None or isinstance(given, Link):
+        return given
+    if isinstance(given, Codec):
+        return Link(given)
+    if isinstance(given, tuple):
+        return Link(*given)
+    table = _table(name, given, "codec")
+    if not table:
+        return None
+    own = {key: table.pop(key) for key in ("when",) if key in table}
+    kept = table.pop("memory", "plain")
+    return _named(name, lambda: Link(codecs.make(**table), kept if kept == "auto" else _memory(kept), **own))
+
+
+def _reduction(name: str, given: Any) -> Reduction | None:
+    """A section as a Reduction: from None, a collective, (collective, memory), a table, or itself."""
+    if given is None or isinstance(given, Reduction):
+        return given
+    if isinstance(given, Collective):
+        return Reduction(given)
+    if isinstance(given, tuple):
+        return Reduction(*given)
+    table = _table(name, given, "collective", needed=name == "gradient")
+    if not table:
+        return None
+    table.setdefault("collective", "dense")
+    own = {f.name: table.pop(f.name) for f in fields(Reduction)[2:] if f.name in table}
+    kept = table.pop("memory", "error_feedback")
+    return _named(name, lambda: Reduction(make_collective(**table), _memory(kept), **own))
+
+
+def _hint(given: Any) -> str:
+    """For whoever has a codec where gradients are averaged."""
+    return "; collectives.TwoHop(codec) makes a collective of a codec" if isinstance(given, Codec) else ""
+
+
+def _table(section: str, given: Any, wanted: str, needed: bool = True) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        hint = _hint(given) if wanted == "collective" else ""
+        raise UsageError(f"[wire] {section} = {given!r}: must be a {wanted}, a pair with its memory, or a table{hint}")
+    if given and needed and not isinstance(given.get(wanted), str):
+        raise UsageError(f"[wire.{section}] {wanted}: its name is needed")
+    return dict(given)
+
+
+def _named(section: str, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except UsageError as error:
+        raise UsageError(f"[wire.{section}] {error}") from error
+
+
+def make_collective(collective: str, **arguments: Any) -> Collective:
+    """The collective of that name; arguments that are codecs or collectives are tables of their own."""
+    built = {key: _nested(value) for key, value in arguments.items()}
+    return construct("collective", COLLECTIVES, collective, built)
+
+
+def _nested(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return make_collective(**value) if "collective" in value else codecs.make(**value)
+
+
+def _memory(given: str | Mapping[str, Any]) -> Memory:
+    """A memory from its name, or from a table {"memory": name, …}."""
+    if not isinstance(given, (str, Mapping)):
+        raise UsageError(f"memory = {given!r}: must be a name or a table")
+    table = {"memory": given} if isinstance(given, str) else dict(given)
+    built = {key: _nested(value) for key, value in table.items() if key != "memory"}
+    return construct("memory", MEMORIES, table.get("memory"), built)

@@ -1,0 +1,83 @@
+"""The mean of named tensors over a group, compressed, with the state in the caller's hands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import describe_nonfinite, is_finite
+from thinwire.collectives import Collective, Dense
+from thinwire.collectives.groups import world
+from thinwire.config.wire import Reduction, Wire
+from thinwire.data_parallel.exchange import Exchange
+from thinwire.distributed.config_check import check_agreement, describe, describe_parameters
+from thinwire.errors import UsageError
+from thinwire.kernels.random import derive
+from thinwire.memory import Plain
+
+
+def all_reduce(
+    named_tensors: Mapping[str, Tensor], wire: Wire | Collective | str | dict[str, Any] | None = None,
+    group: Any = None, state: dict[str, Tensor] | None = None, *, seed: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
+    """name → mean over the group, for outer gradients of local-step methods and for anything else.
+
+    `wire` must be given: what may be lost is the caller's to say. `state` is a dict of tensors, empty at first, that
+    this call replaces the contents of: residuals by name and the collective's own. Pass it again for the same tensors;
+    save it with the rest of a checkpoint (it is this rank's). Without it what a lossy collective leaves out is lost.
+    NaN or Inf on any rank: ValueError on all, state unchanged. All ranks give tensors of the same names, shapes and
+    types, and the same wire.
+    """
+    if not isinstance(named_tensors, Mapping):
+        raise UsageError(f"all_reduce takes tensors by name, {{name: tensor}}, not {type(named_tensors).__name__}")
+    if wire is None:
+        raise UsageError(
+            "all_reduce(tensors, wire): the wire is missing: give a collective such as tw.collectives.Quantized(4), a "
+            "Wire, or a preset's name (off is exact)"
+        )
+    reduction = Wire.of(wire).gradient or Reduction(Dense())
+    exchange = Exchange({name: tuple(t.shape) for name, t in named_tensors.items()}, reduction, group, seed)
+    if state:
+        exchange.load_state_dict(state)
+    how = describe(replace(reduction, memory=Plain()), "gradient")  # a memory's own shift may be each rank's own
+    _check_together(named_tensors, how | {"seed": repr(seed)}, group)
+    if world(group)[0] == 1:
+        return {name: t.clone() for name, t in named_tensors.items()}
+    exact = exchange.steps < reduction.warmup
+    out: dict[str, Tensor] = {}
+    exchange.begin()
+    for unit in exchange.units:
+        flat = torch.cat([_working(named_tensors[name]) for name in unit.parameters])
+        mean = exchange.reduce(unit, flat, exact)
+        out |= {name: mean[span].view(shape).to(named_tensors[name].dtype) for name, span, shape in unit.spans()}
+    exchange.finish_step()
+    exchange.commit()
+    if state is not None:
+        state.clear()
+        state.update(exchange.state_dict())
+    return {name: out[name] for name in named_tensors}
+
+
+def _working(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _check_together(named_tensors: Mapping[str, Tensor], how: dict[str, str], group: Any) -> None:
+    """By one small all-reduce: is anybody's tensor not finite, does anybody mean another exchange than the others?"""
+    mine = how | describe_parameters(named_tensors)
+    bad = {name: t for name, t in named_tensors.items() if not bool(is_finite(_working(t)))}
+    digest = derive(*mine.items())
+    found = torch.tensor([bool(bad), digest, -digest])
+    if world(group)[0] > 1:
+        found = found.to(next((t.device for t in named_tensors.values()), "cpu"))
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
+    anywhere, most, least = found.tolist()
+    if most != -least:
+        check_agreement("all_reduce", mine, group)
+    if anywhere:
+        here = "; ".join(f"{name}: {describe_nonfinite(t)}" for name, t in bad.items()) or "on another rank"
+        raise ValueError(f"all_reduce: not finite: {here}")

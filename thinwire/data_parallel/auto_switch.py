@@ -1,0 +1,60 @@
+"""Does compression pay on this network? Try both for a few steps, keep the faster, say so once.
+
+A step is timed from the start of one pass to the start of the next, so it holds compute, compression and the wire. All
+ranks take the same decision: the slowest rank's medians count.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from thinwire.data_parallel.reducer import Reducer
+
+log = logging.getLogger("thinwire")
+SKIPPED = 2  # first passes: allocation, and DDP's rebuilding of its buckets
+ROUNDS, LENGTH = 2, 3  # exact and compressed steps in turn
+WORTH = 0.97  # compression must take this share of the exact step, or it is not worth its error
+
+
+class Auto:
+    """Called once at the start of every pass; says whether the pass is a plain one."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+        self.plan = ["exact"] * SKIPPED + (["exact"] * LENGTH + ["compressed"] * LENGTH) * ROUNDS
+        self.times: dict[str, list[float]] = {"exact": [], "compressed": []}
+        self.last = 0.0
+        self.passes = 0
+        self.owes = False  # a residual may be left, which the next exact pass repays
+
+    def begin_pass(self) -> bool:
+        """Choose this pass's mode. True: exact, and nothing is owed, so DDP's own all-reduce will do."""
+        now = time.perf_counter()
+        if SKIPPED < self.passes <= len(self.plan):
+            self.times[self.plan[self.passes - 1]].append(now - self.last)
+        if self.passes == len(self.plan):
+            self._decide()
+        self.last, self.passes = now, self.passes + 1
+        if self.passes <= len(self.plan):
+            self.reducer.exact = self.plan[self.passes - 1] == "exact"
+        plain = self.reducer.exact and not self.owes
+        self.owes = not self.reducer.exact
+        return plain
+
+    def _decide(self) -> None:
+        found = [statistics.median(self.times[kind]) for kind in ("exact", "compressed")]
+        medians = torch.tensor(found, device=next(iter(self.reducer.parameters.values())).device)
+        exact, compressed = self.reducer.maximum(medians).tolist()
+        self.reducer.exact = compressed > WORTH * exact
+        if self.reducer.first:
+            verdict = "off: it does not pay here" if self.reducer.exact else "on"
+            log.warning(
+                "thinwire: a step takes %.1f ms exact and %.1f ms compressed; compression is %s",
+                1e3 * exact, 1e3 * compressed, verdict,
+            )  # fmt: skip

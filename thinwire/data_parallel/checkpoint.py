@@ -1,0 +1,103 @@
+"""Compression state in checkpoints: every rank's own, under names that hold its rank.
+
+torch.distributed.checkpoint keeps one of equal names, so a residual without its rank in the name would be rank 0's
+everywhere. On a changed world size the mean residual is conserved: every new rank gets the mean of the old ones, and so
+the sum over ranks, divided by their number, is what it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from thinwire.collectives.groups import world
+from thinwire.data_parallel.exchange import SLOTS, Exchange
+from thinwire.errors import UsageError
+
+RANKED = re.compile(r"rank(\d+)of(\d+)/(.*)", re.DOTALL)
+Ranks = dict[int, dict[str, Tensor]]
+
+
+class RankState:
+    def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
+        self.exchange, self.rank, self.size = exchange, rank, size
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {f"rank{self.rank}of{self.size}/{name}": value for name, value in self.exchange.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """This rank's part, or, from another number of ranks, the mean of all of theirs."""
+        old, ranks = split(state)
+        if old == self.size:
+            if self.rank not in ranks:
+                raise UsageError(f"the state has no part for rank {self.rank} of {self.size}")
+            self.exchange.load_state_dict(ranks[self.rank])
+            return
+        if len(ranks) != old:
+            raise UsageError(
+                f"{old} ranks wrote this state and {self.size} read it: all parts are needed, not {len(ranks)}"
+            )
+        self.exchange.load_state_dict(_mean(ranks))
+
+
+def concerns(name: str, rank: int, size: int) -> bool:
+    """Is a part of that name for this rank to read: its own, or, of another number of ranks, anybody's?"""
+    match = RANKED.fullmatch(name)
+    return match is not None and (int(match[2]) != size or int(match[1]) == rank)
+
+
+def split(state: Mapping[str, Tensor]) -> tuple[int, Ranks]:
+    """(how many ranks wrote it, rank → its tensors)."""
+    ranks: Ranks = {}
+    sizes = set()
+    for name, value in state.items():
+        match = RANKED.fullmatch(name)
+        if match is None:
+            raise UsageError(f"{name!r} is no name of compression state: rank<r>of<P>/… is expected")
+        ranks.setdefault(int(match[1]), {})[match[3]] = value
+        sizes.add(int(match[2]))
+    if len(sizes) != 1:
+        raise UsageError(f"compression state of one number of ranks is expected, not of {sorted(sizes) or 'none'}")
+    return sizes.pop(), ranks
+
+
+def _mean(ranks: Ranks) -> dict[str, Tensor]:
+    """Residuals and shifts averaged over the old ranks; thresholds, regions and bases start anew."""
+    out = {"step": next(iter(ranks.values()))["step"]}
+    names = {n for part in ranks.values() for n in part if n.partition("/")[0] in SLOTS}
+    for name in sorted(names):
+        parts = [part[name] for part in ranks.values() if name in part]
+        total = parts[0].double()
+        for part in parts[1:]:
+            total = total + part
+        out[name] = (total / len(ranks)).to(parts[0].dtype)
+    return out
+
+
+def read_state(path: str | PathLike[str], prefix: str, group: Any = None) -> dict[str, Tensor]:
+    """What load_state_dict needs, from a checkpoint saved by dcp.save({prefix: x.state_dict(), …}, checkpoint_id=path).
+
+    Only this rank's part is read, or everybody's where the world size has changed.
+    """
+    size, rank = world(group)
+    reader = dcp.FileSystemReader(path)
+    try:
+        known = reader.read_metadata().state_dict_metadata
+    except FileNotFoundError:
+        raise UsageError(f"{path} holds no checkpoint of torch.distributed.checkpoint (no .metadata)") from None
+    wanted = {}
+    for name, about in known.items():
+        if name.startswith(f"{prefix}.") and concerns(name.removeprefix(f"{prefix}."), rank, size):
+            assert isinstance(about, TensorStorageMetadata), name
+            wanted[name] = torch.empty(about.size, dtype=about.properties.dtype)
+    if not wanted:
+        raise UsageError(f"the checkpoint has no state of {prefix!r} for rank {rank} of {size}")
+    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(f"{prefix}."): value for name, value in wanted.items()}

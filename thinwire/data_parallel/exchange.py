@@ -1,0 +1,130 @@
+"""Averaging named tensors unit by unit through one collective with its memory; no threads, no parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.collectives.groups import Metered, all_reduce, world
+from thinwire.config.wire import Reduction
+from thinwire.data_parallel.gradient_units import Shape, Unit, make_units
+from thinwire.errors import UsageError
+from thinwire.memory import Plain
+from thinwire.memory.channel import Channel
+
+SLOTS = ("e", "h", "m")  # residual, shift, mean shift: per parameter in a checkpoint
+
+
+class Exchange:
+    """The units of a set of tensors, a channel for each. Writes are staged between begin and commit or rollback."""
+
+    def __init__(self, shapes: Mapping[str, Shape], reduction: Reduction, group: Any = None, seed: int = 0) -> None:
+        self.reduction, self.group = reduction, Metered(group)
+        self.units = make_units(shapes, reduction)
+        self.channels = {
+            unit: Channel(
+                reduction.collective.for_shapes(unit.shapes), Plain() if unit.exact else reduction.memory,
+                seed=seed, name=unit.name,
+            )
+            for unit in self.units
+        }  # fmt: skip
+        self.steps = 0  # committed
+
+    @property
+    def sent(self) -> int:
+        """Payload bytes that this rank has sent."""
+        return self.group.sent
+
+    @property
+    def compressed(self) -> list[Unit]:
+        return [unit for unit in self.units if not unit.exact]
+
+    def begin(self) -> None:
+        for channel in self.channels.values():
+            channel.begin(self.steps)
+
+    def commit(self) -> None:
+        for channel in self.channels.values():
+            channel.commit()
+        self.steps += 1
+
+    def rollback(self) -> None:
+        for channel in self.channels.values():
+            channel.rollback()
+        self.steps += 1
+
+    def reduce(self, unit: Unit, x: Tensor, exact: bool = False) -> Tensor:
+        """x: float32[unit.numel], flat → its mean over the group. `exact`: nothing left out, and debts repaid."""
+        channel = self.channels[unit]
+        if not (exact or unit.exact):
+            return channel.reduce(unit.name, x, self.group)
+        owed = channel.ledger.read("e", unit.name)
+        if owed is not None:
+            x = x + owed
+            channel.ledger.write("e", unit.name, torch.zeros_like(owed))
+        return all_reduce(x, self.group) / world(self.group)[0]
+
+    def finish_step(self) -> None:
+        """Once all units of a step are through: what a collective decides over the whole model."""
+        units = [unit for unit in self.compressed if unit.name in self.channels[unit].staged_collective]
+        if units:
+            states = [self.channels[unit].staged_collective[unit.name] for unit in units]
+            self.reduction.collective.finish_step(states, [unit.numel for unit in units], self.group)
+
+    def take_back(self, unit: Unit, span: slice, before: Tensor | None) -> None:
+        """A parameter that no rank used keeps its residual: what was sent of it is not applied anywhere."""
+        channel = self.channels[unit]
+        now = channel.ledger.read("e", unit.name)
+        if now is not None:
+            kept = now.clone()
+            kept[span] = 0 if before is None else before[span]
+            channel.ledger.write("e", unit.name, kept)
+
+    def residual_norm(self) -> float | None:
+        """‖e‖ of this rank over all units; None where no residual is kept."""
+        found = [self.channels[unit].ledger.read("e", unit.name) for unit in self.compressed]
+        kept = [torch.linalg.vector_norm(e, dtype=torch.float64) for e in found if e is not None]
+        return float(torch.stack(kept).norm()) if kept else None
+
+    # --- checkpoints: per parameter, so that units may change between runs
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """ "e/<parameter>" and so on, "unit/<unit>/<field>" for the collective's own, "step"."""
+        out = {"step": torch.tensor(self.steps)}
+        for unit, channel in self.channels.items():
+            for slot in SLOTS:
+                value = channel.ledger.read(slot, unit.name)
+                if value is not None:
+                    out |= {f"{slot}/{p}": value[span].view(shape).clone() for p, span, shape in unit.spans()}
+            for field, value in channel.collective_state.get(unit.name, {}).items():
+                out[f"unit/{unit.name}/{field}"] = value.clone()
+        return out
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Parameters that the state does not know start without memory, thresholds of units that changed anew."""
+        self.steps = int(state["step"])
+        for unit, channel in self.channels.items():
+            channel.forget(unit.name)
+            for slot in SLOTS:
+                if any(f"{slot}/{p}" in state for p in unit.parameters):
+                    channel.ledger.write(slot, unit.name, _joined(unit, slot, state))
+            prefix = f"unit/{unit.name}/"
+            fields = {n.removeprefix(prefix): v.clone() for n, v in state.items() if n.startswith(prefix)}
+            if fields:
+                channel.collective_state[unit.name] = fields
+
+
+def _joined(unit: Unit, slot: str, state: Mapping[str, Tensor]) -> Tensor:
+    like = next(state[f"{slot}/{p}"] for p in unit.parameters if f"{slot}/{p}" in state)
+    parts = []
+    for parameter, _, shape in unit.spans():
+        part = state.get(f"{slot}/{parameter}")
+        if part is None:
+            part = like.new_zeros(shape)
+        elif tuple(part.shape) != shape:
+            raise UsageError(f"{parameter}: the state is of shape {tuple(part.shape)}, the parameter of {shape}")
+        parts.append(part.reshape(-1))
+    return torch.cat(parts)

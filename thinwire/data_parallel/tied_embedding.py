@@ -1,0 +1,89 @@
+"""A tied embedding lives on the first and the last stage: both copies get one gradient, and must stay equal.
+
+Fused (Optimus-CC): one reduction over {first, last} × replicas, 2D ranks; the mean times two is the sum of the two
+stages' gradients, averaged over replicas. V(2D−1)/D values a rank instead of V(3D−2)/D for one reduction on each stage
+and one between them ("separate"), and exact if its collective is. All ranks get the same bits either way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.codecs.base import raw_bytes
+from thinwire.collectives import Dense
+from thinwire.collectives.groups import Metered, all_reduce, gather
+from thinwire.config.wire import Reduction, Wire
+from thinwire.data_parallel.reducer import Reducer
+from thinwire.errors import UsageError
+from thinwire.kernels.checksum import checksum
+
+NAME = "tied embedding"
+logger = logging.getLogger("thinwire.tied")
+
+
+class TiedEmbedding:
+    """This rank's copy. `ends`: the group of both stages over all replicas; `replicas`: of this stage over all
+    replicas; `pair`: of both stages in this replica. The last two are needed for sync="separate" only."""
+
+    def __init__(
+        self, parameter: nn.Parameter, wire: Wire | str | dict[str, Any], ends: Any, replicas: Any = None,
+        pair: Any = None, *, seed: int = 0,
+    ) -> None:  # fmt: skip
+        reduction = Wire.of(wire).embedding or Reduction(Dense())
+        self.parameter, self.ends = parameter, ends
+        self.fused = reduction.sync == "fused"
+        if not self.fused and (replicas is None or pair is None):
+            raise UsageError("sync = 'separate' needs the groups of this stage's replicas and of the two copies")
+        self.pair = Metered(pair)
+        exact = Wire(gradient=replace(reduction, exact_dims=0, exclude=()))
+        self.reducer = Reducer([(NAME, parameter)], exact, ends if self.fused else replicas, seed=seed)
+        self.healed = 0
+
+    def finish(self) -> bool:
+        """.grad ← the sum over both stages of the mean over replicas. False: rolled back, on all ranks."""
+        good = self.reducer.finish()
+        gradient = self.parameter.grad
+        if gradient is None:
+            raise RuntimeError("the tied embedding has no gradient on any rank")
+        if self.fused:
+            gradient.mul_(2)
+        else:
+            gradient.copy_(all_reduce(gradient, self.pair))
+        return good
+
+    @property
+    def sent(self) -> int:
+        return self.reducer.exchange.sent + self.pair.sent
+
+    @property
+    def raw_sent(self) -> int:
+        """What one exact fp32 reduction on each stage and one between them would have sent so far: V(3D−2)/D values."""
+        replicas = self.reducer.size // 2 if self.fused else self.reducer.size
+        values = self.parameter.numel() * (3 * replicas - 2) // replicas
+        return 4 * values * self.reducer.exchange.steps
+
+    def check(self, beside: Iterable[Tensor] = ()) -> bool:
+        """Are all copies equal to the bit? If not, the first stage's is taken, it is counted, and said.
+
+        `beside`: what belongs to the copy, in the same order on all ranks (its moments), taken from there too.
+        """
+        mine = torch.tensor([int(checksum(raw_bytes(self.parameter.detach())))])
+        device = self.parameter.device if dist.get_backend(self.ends) == "nccl" else "cpu"
+        everyone = torch.cat(gather(mine.to(device), self.ends))
+        if bool((everyone == everyone[0]).all()):
+            return True
+        with torch.no_grad():
+            for tensor in (self.parameter, *beside):
+                value = tensor.detach().to(device).contiguous()
+                dist.broadcast(value, group=self.ends, group_src=0)
+                tensor.copy_(value)
+        self.healed += 1
+        logger.warning("the copies of a tied embedding differed, and were healed from the first stage's")
+        return False

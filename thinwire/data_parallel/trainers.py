@@ -1,0 +1,136 @@
+"""One line for trainers that own the loop and the DDP wrapper: Hugging Face's Trainer and Lightning's.
+
+    compress_trainer(trainer, "max")       # before trainer.train() or trainer.fit(); on all ranks
+
+A callback attaches `compress_ddp` once the trainer has wrapped its model, and puts the compression state into the
+trainer's own checkpoints. Neither library is imported unless its trainer is given.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.collectives import Collective
+from thinwire.config.wire import Wire
+from thinwire.data_parallel.ddp import CompressedDDP, compress_ddp
+from thinwire.errors import UsageError
+
+log = logging.getLogger("thinwire")
+
+
+class Attachment:
+    """What compress_trainer returns: `handle` is there from the start of training; None where nothing is reduced."""
+
+    def __init__(self, wire: Wire | Collective | str | dict[str, Any], settings: dict[str, Any]) -> None:
+        self.wire, self.settings = Wire.of(wire), settings
+        self.handle: CompressedDDP | None = None
+
+    def attach(self, model: Any, scaler: Any) -> None:
+        """Compress the wrapped model; one that is not wrapped (a single process) has nothing to reduce."""
+        if not isinstance(model, DistributedDataParallel):
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                raise UsageError(f"compress_trainer wants a trainer that uses DDP, not {type(model).__name__}")
+            return
+        if self.handle is not None and self.handle.model is model:
+            return
+        if self.handle is not None:
+            self.handle.close()
+        self.handle = compress_ddp(model, self.wire, scaler=scaler, **self.settings)
+
+
+class _HuggingFace(Attachment):
+    """State lies beside the checkpoint's weights, a file for every rank."""
+
+    trainer: Any
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.attach(self.trainer.model_wrapped, self.trainer.accelerator.scaler)
+        if self.handle is not None and state.global_step:
+            self._resume(_checkpoint(args, state))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.handle is not None:
+            torch.save(self.handle.state_dict(), self._file(_checkpoint(args, state)))
+
+    def _file(self, folder: Path) -> Path:
+        assert self.handle is not None
+        return folder / f"thinwire-{self.handle.reducer.rank}of{self.handle.reducer.size}.pt"
+
+    def _resume(self, folder: Path) -> None:
+        """This rank's file, or, where another number of ranks wrote the checkpoint, all of theirs."""
+        assert self.handle is not None
+        own = self._file(folder)
+        files = [own] if own.exists() else sorted(folder.glob("thinwire-*of*.pt"))
+        if not files:
+            log.warning("thinwire: no compression state in %s: residuals start empty", folder)
+            return
+        parts: dict[str, Tensor] = {}
+        for file in files:
+            parts |= torch.load(file, map_location="cpu")
+        self.handle.load_state_dict(parts)
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+class _Lightning(Attachment):
+    """State lies in the checkpoint's callback section, all ranks' together, since Lightning writes rank 0's file."""
+
+    loaded: dict[str, Tensor] | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.attach(trainer.strategy.model, getattr(trainer.precision_plugin, "scaler", None))
+        if self.handle is not None and self.loaded:
+            self.handle.load_state_dict(self.loaded)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Called on all ranks; what rank 0 returns is written."""
+        if self.handle is None:
+            return {}
+        reducer = self.handle.reducer
+        parts: list[Any] | None = [None] * reducer.size if reducer.rank == 0 else None
+        first = dist.get_global_rank(self.handle.model.process_group, 0)
+        dist.gather_object(self.handle.state_dict(), parts, dst=first, group=self.handle.model.process_group)
+        return {name: value for part in parts or [] for name, value in part.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        self.loaded = state_dict  # the model is wrapped after this
+
+
+def compress_trainer(
+    trainer: Any, wire: Wire | Collective | str | dict[str, Any] = "auto", **settings: Any
+) -> Attachment:
+    """Compress the gradients of a Hugging Face or Lightning trainer from its next train() or fit() on.
+
+    wire and settings (seed, nonfinite) are compress_ddp's; a GradScaler that the trainer uses is found by itself.
+    """
+    roots = {cls.__module__.partition(".")[0] for cls in type(trainer).__mro__}
+    if "transformers" in roots:
+        from transformers import TrainerCallback
+
+        _check_first(trainer.callback_handler.callbacks)
+        callback = type("Thinwire", (_HuggingFace, TrainerCallback), {})(wire, settings)
+        callback.trainer = trainer
+        trainer.add_callback(callback)
+    elif "lightning" in roots:
+        from lightning.pytorch import Callback
+
+        _check_first(trainer.callbacks)
+        callback = type("Thinwire", (_Lightning, Callback), {})(wire, settings)
+        trainer.callbacks.append(callback)
+    else:
+        raise UsageError(f"compress_trainer wants a Hugging Face or Lightning trainer, not {type(trainer).__name__}")
+    return callback
+
+
+def _check_first(callbacks: list[Any]) -> None:
+    if any(isinstance(callback, Attachment) for callback in callbacks):
+        raise UsageError("compress_trainer: this trainer is compressed already: call it once a trainer")

@@ -1,0 +1,43 @@
+"""Kernels are compiled when they are first called: here they are called before the first step, and before any clock.
+
+What a wire will do is done on a few values with state of its own that is dropped. So whatever codecs, memories and
+collectives call is compiled, or loaded where a run in this folder has compiled it before. Nothing is sent, no state is
+kept, and no generator of torch's is used. What is called, the rooms say that know it: data_parallel/precompile.py an
+exchange, pipeline/precompile.py a message.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.cpu.compile import compiled_once
+
+STEPS = 2  # without what is remembered, and with it
+NOTICEABLE = 2.0  # seconds
+
+
+def precompile(what: str, calls: Sequence[Callable[[], None]], like: Tensor, say: Callable[[str], None]) -> None:
+    """Make the calls once; `say` gets a line where that took long.
+
+    what: named in that line. like: a tensor of the device that will be used; on a CPU only, for what Triton compiles
+    depends on sizes too.
+    """
+    if like.device.type != "cpu":
+        return
+    began = time.perf_counter()
+    with torch.no_grad(), compiled_once():
+        for call in calls:
+            call()
+    took = time.perf_counter() - began
+    if took > NOTICEABLE:
+        say(f"kernels for {what}: {took:.1f} s (compiled once per folder, loaded after that)")
+
+
+def example_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Values from −1 to 1 of that shape."""
+    return torch.linspace(-1, 1, math.prod(shape), dtype=dtype).reshape(tuple(shape))

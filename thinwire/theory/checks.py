@@ -1,0 +1,129 @@
+"""What may honestly be asserted of the results, each as a line PASS or FAIL with the numbers it rests on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from thinwire.theory.experiments import Results
+from thinwire.theory.simulate import STOP, Trace
+
+EXACT = ("STAR", "STAR + Top-K", "DIANA", "generalised DIANA", "Rand-DIANA", "VR-GDCI", "EF21", "EControl")
+STALLS = {  # where methods stop at q = 0.3, ω = 2.33, over the seeds
+    "DCGD": (5e-9, 5e-8),
+    "FIXED": (8e-5, 4e-4),
+    "GDCI": (3e-6, 4e-5),
+    "EF14": (1e-12, 1e-11),
+}
+AGREE = 0.05  # DIANA's and Rand-DIANA's iterations
+SLOPE = (-0.65, -0.4)  # of log ‖∇f‖² against log T, theory says −½
+
+
+@dataclass(frozen=True)
+class Check:
+    claim: str
+    passed: bool
+    numbers: str
+
+
+def verify(results: Results) -> list[Check]:
+    """Every claim that the figures at hand can decide."""
+    found: list[Check] = []
+    if "methods" in results.traces:
+        found += _comparison(results.traces["methods"])
+    if "logistic" in results.traces:
+        found += _logistic(results.traces["logistic"])
+    if "interpolation" in results.traces:
+        found += _interpolation(results.traces["interpolation"])
+    if results.two_stage:
+        found += _two_stage(results.two_stage)
+    return found
+
+
+def iterations(trace: Trace, target: float = STOP) -> list[float]:
+    """Per run the iterations to `target`, ∞ where it is not reached."""
+    return [math.inf if p is None else trace.steps[p] for p in trace.reached(target)]
+
+
+def bits(trace: Trace, unit: str, target: float = STOP) -> list[float]:
+    """Per run the bits to `target`, ∞ where it is not reached."""
+    sent = trace.bits(unit)
+    return [math.inf if p is None else sent[p][run] for run, p in enumerate(trace.reached(target))]
+
+
+def megabits(trace: Trace, unit: str) -> list[float]:
+    return [b / 1e6 for b in bits(trace, unit)]
+
+
+def slopes(curve: dict[int, list[float]]) -> list[float]:
+    """Between neighbouring horizons, of the runs' mean."""
+    points = sorted((t, sum(values) / len(values)) for t, values in curve.items())
+    return [math.log(b / a) / math.log(t1 / t0) for (t0, a), (t1, b) in pairwise(points)]
+
+
+def _comparison(traces: dict[str, Trace]) -> Iterator[Check]:
+    for name, (low, high) in STALLS.items():
+        floors = traces[name].floor()
+        claim = f"{name} stalls between {low:g} and {high:g}"
+        yield Check(claim, all(low <= f <= high for f in floors), _show(floors))
+    for label, trace in traces.items():
+        if label.partition(",")[0] in EXACT:
+            yield _reaches(label, trace)
+    yield _ordered("STAR + Top-K", "STAR", "iterations", iterations, traces)
+    yield _ordered("generalised DIANA", "DIANA", "iterations", iterations, traces)
+    for unit in ("paper", "real"):
+        yield _ordered("DIANA", "generalised DIANA", f"{unit} Mbit", partial(megabits, unit=unit), traces)
+    yield _ordered("DIANA", "Rand-DIANA", "paper Mbit", partial(megabits, unit="paper"), traces)
+    gaps = [abs(a / b - 1) for a, b in zip(*(iterations(traces[m]) for m in ("Rand-DIANA", "DIANA")))]
+    claim = f"DIANA and Rand-DIANA agree in iterations within {AGREE:.0%}"
+    yield Check(claim, all(g <= AGREE for g in gaps), ", ".join(f"{g:.2%}" for g in gaps))
+
+
+def _logistic(traces: dict[str, Trace]) -> Iterator[Check]:
+    for label, trace in traces.items():
+        if trace.method.exact:
+            yield _reaches(f"logistic: {label}", trace)
+        else:
+            floors = trace.floor()
+            yield Check(f"logistic: {label} stalls above 1e-10", min(floors) > 1e-10, _show(floors))
+
+
+def _interpolation(traces: dict[str, Trace]) -> Iterator[Check]:
+    for label, trace in traces.items():
+        if trace.method.exact:
+            yield _reaches(f"interpolation: {label}", trace)
+
+
+def _two_stage(curves: dict[str, dict[int, list[float]]]) -> Iterator[Check]:
+    low, high = SLOPE
+    last = {name: slopes(curve)[-2:] for name, curve in curves.items()}
+    for name in ("exact", "delta"):
+        claim = f"two-stage: ‖∇f‖² falls with T at a slope of about −½ ({name})"
+        yield Check(claim, all(low <= s <= high for s in last[name]), _show(last[name]))
+    direct = last["direct"]
+    flattens = direct[-1] > -0.25 and direct[-1] > direct[0]
+    yield Check("two-stage: direct compression flattens out", flattens, _show(direct))
+    horizon = max(curves["delta"])
+    ratios = [a / b for a, b in zip(curves["direct"][horizon], curves["delta"][horizon])]
+    claim = f"two-stage: direct ends at over 3 times delta's ‖∇f‖² (T = {horizon})"
+    yield Check(claim, min(ratios) > 3, _show(ratios))
+
+
+def _reaches(name: str, trace: Trace) -> Check:
+    taken = iterations(trace)
+    return Check(f"{name} reaches {STOP:g}", all(map(math.isfinite, taken)), _show(taken, "iterations"))
+
+
+def _ordered(
+    less: str, more: str, unit: str, measure: Callable[[Trace], Sequence[float]], traces: dict[str, Trace]
+) -> Check:  # fmt: skip
+    a, b = measure(traces[less]), measure(traces[more])
+    claim = f"{less} needs fewer {unit} than {more}"
+    return Check(claim, all(x < y for x, y in zip(a, b)), f"{_show(a)} against {_show(b)}")
+
+
+def _show(values: Sequence[float], unit: str = "") -> str:
+    return ", ".join(f"{v:.3g}" if v < 1e3 else f"{v:,.0f}" for v in values) + (f" {unit}" if unit else "")

@@ -1,0 +1,98 @@
+"""`thinwire convex`: the theory of compressed training on problems small enough to know the answer."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import UsageError
+from thinwire.terminal import progress, table, write_json
+from thinwire.theory import experiments, summary
+from thinwire.theory.checks import Check, verify
+
+MOST_SEEDS = 20
+QUICK = (
+    "every claim once, in a minute of processor time: one seed, EF21 and EControl at q = 0.9, shorter two-stage runs; "
+    "leaves out logistic regression and the sweeps over densities and levels"
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    names = (*experiments.PROBLEMS, "all")
+    parser.add_argument("--problem", choices=names, default="all", help="default: all")
+    parser.add_argument("--seeds", type=int, metavar="N", help="seeds 0 … N−1; default: 2, with --quick 1")
+    parser.add_argument("--quick", action="store_true", help=QUICK)
+    parser.add_argument("--out", metavar="DIR", default="out/convex", help="where the figures go")
+    parser.add_argument("--json", metavar="PATH", help="write the table and the checks")
+
+
+def run(args: argparse.Namespace) -> int:
+    seeds = list(range(_seeds(args)))
+    folder = _folder(args.out)
+    write_json(args.json, {})  # a path that cannot be written is better found before the long work
+    tasks = experiments.plan(_chosen(args), seeds, args.quick)
+    with progress("convex", len(tasks)) as advance:
+        results = experiments.run(tasks, experiments.Results(seeds), advance)
+    checks = verify(results)
+    rows = summary.rows(results)
+    _print(results, rows, checks)
+    paths = _draw(results, folder)
+    document = {
+        "seeds": seeds, "quick": args.quick, "rows": rows, "two_stage": results.two_stage,
+        "checks": [vars(check) for check in checks], "figures": paths,
+    }  # fmt: skip
+    write_json(args.json, document)
+    print("\nfigures: " + ", ".join(paths))
+    return 0 if all(check.passed for check in checks) else 1
+
+
+def _seeds(args: argparse.Namespace) -> int:
+    count = args.seeds if args.seeds is not None else 1 if args.quick else 2
+    if not 1 <= count <= MOST_SEEDS:
+        raise UsageError(f"--seeds must be 1 … {MOST_SEEDS}, not {count}")
+    return count
+
+
+def _chosen(args: argparse.Namespace) -> list[str]:
+    """A quick look at everything leaves logistic regression out; asked for by name it runs."""
+    if args.problem != "all":
+        return [args.problem]
+    return [p for p in experiments.PROBLEMS if p != "logistic" or not args.quick]
+
+
+def _folder(path: str) -> Path:
+    """The folder of the figures, made before the long work starts."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make --out {folder}: {error.strerror}") from None
+    return folder
+
+
+def _print(results: experiments.Results, rows: list[dict[str, Any]], checks: list[Check]) -> None:
+    for figure, traces in results.traces.items():
+        cells = [summary.cells(row) for row in rows if row["figure"] == figure]
+        runs = len(next(iter(traces.values())).error[0])
+        table(f"{figure}, seeds {', '.join(map(str, results.seeds[:runs]))}", summary.COLUMNS, cells, summary.CAPTION)
+    if results.two_stage:
+        curves = results.two_stage
+        horizons = sorted(next(iter(curves.values())))
+        cells = [[name, *(sum(curve[t]) / len(curve[t]) for t in horizons)] for name, curve in curves.items()]
+        table("two-stage: mean ‖∇f‖² over T steps", ("activations", *(f"T = {t}" for t in horizons)), cells)
+    marks = [[c.claim, c.numbers, "PASS" if c.passed else "FAIL"] for c in checks]
+    table("what is asserted", ("claim", "measured, a number a seed", ""), marks)
+    if "randk" in results.traces:
+        print("\n" + summary.differences(results))
+
+
+def _draw(results: experiments.Results, folder: Path) -> list[str]:
+    from thinwire.theory import figures
+
+    paths = []
+    for name, figure in figures.draw(results).items():
+        path = folder / f"convex-{name}.png"
+        figures.save(figure, path)
+        paths.append(str(path))
+    return paths

@@ -1,0 +1,158 @@
+"""Pipeline stages of a model: planned from its configuration, built one by one, each with its own weights only.
+
+blueprint = plan_model(config.model, stages=4, vocab=tokenizer.size, seq_len=256)
+stages = build_stages(blueprint, [rank], seed=0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import UsageError
+from thinwire.train.config.sections import ModelConfig
+from thinwire.train.model import lora
+from thinwire.train.model import tensor_parallel as tensor
+from thinwire.train.model.families import FAMILIES, HEAD, Family, build_config, skeleton
+from thinwire.train.model.split import split_layers
+from thinwire.train.model.stage import Stage
+from thinwire.train.model.weights import Checkpoint, random_weight
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A model and how it is cut; the same on every rank, computed without talking."""
+
+    model: ModelConfig
+    config: Any  # transformers'
+    layers: tuple[range, ...]  # of each stage
+
+    @property
+    def stages(self) -> int:
+        return len(self.layers)
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.config.model_type]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(torch, self.model.dtype)
+
+    @property
+    def hidden(self) -> int:
+        """Width of what crosses a boundary: [batch, seq, hidden]."""
+        return self.config.hidden_size
+
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Every parameter of the full model, a tied head left out."""
+        return {name: weight.shape for name, weight in skeleton(self.config).named_parameters()}
+
+    def stage_of(self, name: str) -> int:
+        """The stage that holds (and saves) a parameter of the full model."""
+        root, part, *rest = name.split(".")
+        if root == self.family.root and part == self.family.layers:
+            return next(i for i, run in enumerate(self.layers) if int(rest[0]) in run)
+        return 0 if root == self.family.root and part in self.family.embeddings else self.stages - 1
+
+
+def plan_model(model: ModelConfig, stages: int, vocab: int, seq_len: int) -> Blueprint:
+    """Read or make the configuration and cut its layers, by parameter count or by `[model] split_times`."""
+    config = build_config(model, vocab, seq_len)
+    count = config.num_hidden_layers
+    costs = model.split_times
+    if costs is None:
+        costs = tuple(float(c) for c in parameter_counts(config))
+    elif len(costs) != count + 2:
+        raise UsageError(f"[model] split_times: {len(costs)} times for embedding, {count} layers and head")
+    try:
+        layers = split_layers(costs, stages)
+    except UsageError as error:
+        raise UsageError(f"[mesh] {error}") from None
+    if model.lora is not None:
+        lora.check(model.lora, model.base_bits, FAMILIES[config.model_type], skeleton(config))
+    return Blueprint(model, config, layers)
+
+
+def parameter_counts(config: Any) -> list[int]:
+    """Of the embedding, each layer, and final norm with head; a tied head is counted, for both ends hold it."""
+    family, full = FAMILIES[config.model_type], skeleton(config)
+    trunk = full.get_submodule(family.root)
+
+    def count(*modules: nn.Module) -> int:
+        return sum(p.numel() for module in modules for p in module.parameters())
+
+    first = count(*(trunk.get_submodule(name) for name in family.embeddings))
+    last = count(trunk.get_submodule(family.norm), full.get_submodule("lm_head"))
+    return [first, *map(count, trunk.get_submodule(family.layers).children()), last]
+
+
+def build_stages(
+    blueprint: Blueprint, indices: Iterable[int], seed: int, device: torch.device | str = "cpu",
+    recompute: bool = False, tp: Any = None,
+) -> dict[int, Stage]:  # fmt: skip
+    """The stages of one rank, by number. Nothing else of the model is read or drawn.
+
+    A rank that holds both the first and the last stage (V schedules) shares one tied embedding between them. `tp`: the
+    DeviceMesh over which weights are cut (tensor.py).
+    """
+    stages = {i: _build(blueprint, i, seed, torch.device(device), recompute, tp) for i in indices}
+    if 0 in stages and blueprint.stages - 1 in stages:
+        _tie(stages[0], stages[blueprint.stages - 1])
+    return stages
+
+
+def named_parameters(stages: Mapping[int, Stage]) -> dict[str, nn.Parameter]:
+    """What is trained on this rank, by its name in the full model; a weight shared by two stages once."""
+    named, seen = {}, set()
+    for _, stage in sorted(stages.items()):
+        for name, weight in stage.named_parameters():
+            if weight.requires_grad and id(weight) not in seen:
+                seen.add(id(weight))
+                named[name] = weight
+    return named
+
+
+def _build(blueprint: Blueprint, index: int, seed: int, device: torch.device, recompute: bool, tp: Any) -> Stage:
+    full = skeleton(blueprint.config)
+    stage = Stage(full, blueprint.layers[index], index, blueprint.stages, recompute)
+    for name, weight in _weights(blueprint, stage, seed):
+        owner, _, leaf = name.rpartition(".")
+        setattr(stage.get_submodule(owner), leaf, nn.Parameter(weight.to(device, blueprint.dtype)))
+    if tp is not None:
+        tensor.parallelize(stage, tp)
+    if blueprint.stages == 1:
+        _tie(stage, stage)
+    stage.to(device)  # the computed buffers
+    if blueprint.model.lora is not None:
+        lora.attach(stage, blueprint.model.lora, blueprint.model.base_bits, seed, device)
+    return stage
+
+
+def _tie(first: Stage, last: Stage) -> None:
+    """One parameter for both ends, where the model ties them: autograd then adds the two gradients itself."""
+    if first.config.tie_word_embeddings:
+        last.lm_head.weight = first.get_parameter(first.family.embedding)
+        first.tied = last.tied = None
+
+
+def _weights(blueprint: Blueprint, stage: Stage, seed: int) -> Iterable[tuple[str, Tensor]]:
+    shapes = {name: weight.shape for name, weight in stage.named_parameters()}
+    if blueprint.model.path is None:
+        tied = {HEAD: blueprint.family.embedding} if blueprint.config.tie_word_embeddings else {}
+        for name, shape in shapes.items():
+            yield name, random_weight(tied.get(name, name), shape, blueprint.config, blueprint.family, seed)
+        return
+    for name, weight in Checkpoint(blueprint.model.path, blueprint.family).read(shapes):
+        if weight.shape != shapes[name]:
+            raise UsageError(
+                f"{blueprint.model.path}: {name} has shape {tuple(weight.shape)}, "
+                f"but the configuration says {tuple(shapes[name])}"
+            )
+        yield name, weight

@@ -1,0 +1,106 @@
+"""The Hugging Face models that can be cut by hand: what their parts are called, and their configurations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.errors import UsageError
+from thinwire.train.config.sections import ModelConfig
+
+DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names inside a model class. `residual` weights start smaller, by 1/√(2·layers) (GPT-2's scheme)."""
+
+    architecture: str
+    root: str
+    embeddings: tuple[str, ...]
+    layers: str
+    norm: str
+    targets: tuple[str, ...]  # of adapters, by default
+    residual: str = ""
+
+    @property
+    def embedding(self) -> str:
+        """The parameter that a tied head shares."""
+        return f"{self.root}.{self.embeddings[0]}.weight"
+
+
+HEAD = "lm_head.weight"
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", "model", ("embed_tokens",), "layers", "norm", _PROJECTIONS),
+    "qwen2": Family("Qwen2ForCausalLM", "model", ("embed_tokens",), "layers", "norm", _PROJECTIONS),
+    "qwen3": Family("Qwen3ForCausalLM", "model", ("embed_tokens",), "layers", "norm", _PROJECTIONS),
+    "gpt2": Family(
+        "GPT2LMHeadModel", "transformer", ("wte", "wpe"), "h", "ln_f", ("c_attn", "c_proj", "c_fc"), "c_proj.weight"
+    ),
+}
+
+
+def build_config(model: ModelConfig, vocab: int, seq_len: int) -> Any:
+    """The transformers configuration: the checkpoint's, a file's, or from sizes.
+
+    `vocab` is the tokenizer's size, used where `[model] vocab` is 0. Dropout is `[model] dropout` whatever the
+    checkpoint says, because dropout before a boundary spoils deltas against the last visit.
+    """
+    source = model.path or model.config
+    config = _read_config(Path(source)) if source else _from_sizes(model, model.vocab or vocab, seq_len)
+    if config.model_type not in FAMILIES:
+        raise UsageError(f"{source}: model_type {config.model_type!r} cannot be cut; allowed are {', '.join(FAMILIES)}")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UsageError(f"{source}: the checkpoint is quantised; give the full one, and base_bits = 8 or 4")
+    if config.vocab_size < vocab:
+        raise UsageError(f"{source or '[model] vocab'}: {config.vocab_size} tokens, but the tokenizer has {vocab}")
+    if config.max_position_embeddings < seq_len:
+        raise UsageError(f"{source}: at most {config.max_position_embeddings} positions, but seq_len = {seq_len}")
+    for name in DROPOUTS:
+        if hasattr(config, name):
+            setattr(config, name, model.dropout)
+    config._attn_implementation = model.attention
+    config.use_cache = False
+    return config
+
+
+def _read_config(source: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise UsageError(f"{source}: no configuration that transformers can read: {line}") from None
+
+
+def _from_sizes(model: ModelConfig, vocab: int, seq_len: int) -> Any:
+    from transformers import AutoConfig
+
+    positions = model.positions or seq_len
+    common = {"vocab_size": vocab, "tie_word_embeddings": model.tied, "bos_token_id": None, "eos_token_id": None}
+    if model.type == "gpt2":
+        sizes = {"n_embd": model.hidden, "n_layer": model.layers, "n_head": model.heads, "n_positions": positions}
+        return AutoConfig.for_model("gpt2", **common, **sizes, n_inner=model.ffn or None)
+    ffn = model.ffn or 64 * math.ceil(model.hidden * 8 / 3 / 64)
+    sizes = {
+        "hidden_size": model.hidden, "num_hidden_layers": model.layers, "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads or model.heads, "intermediate_size": ffn,
+        "max_position_embeddings": positions,
+    }  # fmt: skip
+    heads = {"head_dim": model.hidden // model.heads} if model.type == "qwen3" else {}
+    return AutoConfig.for_model(model.type, **common, **sizes, **heads)
+
+
+def skeleton(config: Any) -> nn.Module:
+    """The whole model without storage: shapes and names only."""
+    import transformers
+
+    with torch.device("meta"):
+        return getattr(transformers, FAMILIES[config.model_type].architecture)(config)

@@ -1,0 +1,101 @@
+"""A pipeline stage of a Hugging Face model: some of its own modules, under their own names, and how they are called.
+
+Cut by hand: embedding on the first stage, consecutive decoder layers, final norm and head on the last. Positions,
+rotary angles and the causal mask are made inside each stage, so only hidden states cross a boundary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from thinwire.train.model.families import FAMILIES, HEAD
+
+
+class Stage(nn.Module):
+    """token ids [batch, seq] (first) or hidden [batch, seq, hidden] → hidden, or logits [batch, seq, vocab] (last).
+
+    Parameter names are those of the full model ("model.layers.3.self_attn.q_proj.weight"). Where embedding and
+    head are tied, first and last stage each hold a copy, and `tied` is the name of this stage's; it is None where
+    no other rank has a copy, or where copies are frozen.
+    """
+
+    def __init__(self, full: Any, layers: range, index: int, stages: int, recompute: bool = False) -> None:
+        super().__init__()
+        self.config = full.config
+        self.family = FAMILIES[self.config.model_type]
+        self.layers, self.index, self.stages, self.recompute = layers, index, stages, recompute
+        self.needs_input_grad = index > 0  # false too where nothing before this stage is trained
+        self.tied = self._tied_copy()
+        self.add_module(self.family.root, self._body(full.get_submodule(self.family.root)))
+        if self.is_last:
+            self.lm_head: nn.Linear = full.lm_head
+
+    def _body(self, whole: Any) -> nn.Module:
+        """The parts of the model's trunk that lie here; a ModuleDict keeps a layer's number in its name."""
+        body, family = nn.Module(), self.family
+        if self.is_first:
+            for name in family.embeddings:
+                body.add_module(name, whole.get_submodule(name))
+            if hasattr(whole, "drop"):
+                body.add_module("drop", whole.drop)
+        every = whole.get_submodule(family.layers)
+        body.add_module(family.layers, nn.ModuleDict({str(i): every.get_submodule(str(i)) for i in self.layers}))
+        if self.is_last:
+            body.add_module(family.norm, whole.get_submodule(family.norm))
+        if hasattr(whole, "rotary_emb"):  # its frequencies are computed, not stored: made here, off the meta device
+            body.add_module("rotary_emb", type(whole.rotary_emb)(config=self.config))
+        return body
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+    def _tied_copy(self) -> str | None:
+        if not self.config.tie_word_embeddings or self.stages == 1 or not (self.is_first or self.is_last):
+            return None
+        return self.family.embedding if self.is_first else HEAD
+
+    def forward(self, x: Tensor) -> Tensor:
+        body: Any = self.get_submodule(self.family.root)
+        positions = torch.arange(x.shape[1], device=x.device)[None]  # [1, seq]
+        hidden = self._embed(body, x, positions) if self.is_first else x
+        masks = self._masks(hidden)
+        shared: dict[str, Any] = {"position_ids": positions, "use_cache": False}
+        if hasattr(body, "rotary_emb"):
+            shared["position_embeddings"] = body.rotary_emb(hidden, position_ids=positions)
+        for number, layer in body.get_submodule(self.family.layers).named_children():
+            mask = masks[self._kind(int(number))]
+            if self.recompute and self.training and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, attention_mask=mask, use_reentrant=False, **shared)
+            else:
+                hidden = layer(hidden, attention_mask=mask, **shared)
+        if not self.is_last:
+            return hidden
+        return self.lm_head(body.get_submodule(self.family.norm)(hidden))
+
+    def _embed(self, body: Any, ids: Tensor, positions: Tensor) -> Tensor:
+        tokens, *places = (body.get_submodule(name) for name in self.family.embeddings)
+        hidden = tokens(ids)
+        for place in places:
+            hidden = hidden + place(positions)
+        return body.drop(hidden) if hasattr(body, "drop") else hidden
+
+    def _kind(self, layer: int) -> str:
+        kinds = getattr(self.config, "layer_types", None)
+        return kinds[layer] if kinds else "full_attention"
+
+    def _masks(self, hidden: Tensor) -> dict[str, Any]:
+        """A causal mask for each kind of attention on this stage, as the full model makes it."""
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        arguments = {"config": self.config, "inputs_embeds": hidden, "attention_mask": None, "past_key_values": None}
+        return {kind: makers[kind](**arguments) for kind in {self._kind(i) for i in self.layers}}

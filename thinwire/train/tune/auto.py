@@ -1,0 +1,199 @@
+"""The planner decides in a run: `[wire] auto = true`, `when = "critical"`, `stages = "slack"`.
+
+Before the first step the ranks measure (timing.py), rank 0 simulates and chooses, and tells the others. With `auto` the
+wire that is given is the most that may be done to each kind of traffic: chosen is the mildest rung up to it that is
+fast enough (planner/mildest.py), and boundaries and stages whose messages the step does not wait for stay exact. The
+decision is part of every checkpoint: a resumed run keeps it, and goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.config.presets import PRESETS, written_out
+from thinwire.config.quantities import show_rate
+from thinwire.config.stages import SLACK
+from thinwire.config.wire import Wire
+from thinwire.errors import UsageError
+from thinwire.planner.critical import choose_by, mixed
+from thinwire.planner.mildest import mildest
+from thinwire.planner.simulate import simulate
+from thinwire.planner.step import Send, Step, Traffic
+from thinwire.train.config.sections import TrainConfig
+from thinwire.train.mesh import Mesh
+from thinwire.train.model.stage import Stage
+from thinwire.train.tune.timing import WAYS, Measured, measure
+
+KINDS = ("gradient", "embedding", "backward", "forward")  # the dearest in quality first: it is relaxed first
+KEPT = ("warmup", "exclude", "exact_dims", "unit_mb", "sync")  # of the given section, on every rung
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """As JSON holds it. `sends` and `stages` say what the planner picked, of what rules left to it."""
+
+    run: str  # the mesh and the [wire] it was made for
+    wire: Table  # the [wire] table to use
+    sends: list[list[Any]]  # messages to compress: direction, stage, micro-batch
+    stages: list[int]  # whose gradients to compress
+    seconds: float  # of a step, simulated
+    exact: float  # of one with nothing compressed
+    measured: Table
+
+    def picked(self) -> frozenset[Send]:
+        return frozenset(Send(Traffic(t), s, m) for t, s, m in self.sends)
+
+    def pack(self) -> Tensor:
+        """For the checkpoint."""
+        return torch.tensor(list(json.dumps(asdict(self)).encode()), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> Decision:
+        return cls(**json.loads(bytes(packed.tolist())))
+
+
+def is_asked(wire: Wire) -> bool:
+    """Does any rule leave something to the planner?"""
+    critical = any(link is not None and link.when == "critical" for link in (wire.forward, wire.backward))
+    return wire.auto or critical or (wire.gradient is not None and wire.gradient.stages == SLACK)
+
+
+def check_auto(wire: Wire) -> None:
+    """With `auto`, which messages and stages are compressed is not for the wire to say."""
+    for name, link in (("forward", wire.forward), ("backward", wire.backward)):
+        if wire.auto and link is not None and link.when != "always":
+            raise UsageError(f"[wire.{name}] when = {link.when!r}: [wire] auto decides that; leave one of them out")
+    if wire.auto and wire.gradient is not None and wire.gradient.stages != 1.0:
+        raise UsageError(f"[wire.gradient] stages = {wire.gradient.stages!r}: [wire] auto decides that; leave one out")
+
+
+def decide(
+    config: TrainConfig, wire: Wire, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter],
+    kept: Tensor | None, say: Callable[[str], None],
+) -> Decision | None:  # fmt: skip
+    """The same on all ranks, which call it together; None where nothing is left to the planner. `kept`: what the
+    checkpoint says, which holds as long as mesh and wire do."""
+    if not is_asked(wire):
+        return None
+    found = None if kept is None else Decision.unpack(kept)
+    if found is not None and found.run == _run(config):
+        return found
+    measured = measure(config, forms(config, wire), mesh, stages, named)
+    told: list[Any] = [decision(config, wire, rungs(config), measured) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    say(describe(told[0]))
+    chosen: Decision = told[0]
+    return chosen
+
+
+def forms(config: TrainConfig, wire: Wire) -> dict[str, list[Any]]:
+    """The same as Links and Reductions, None for exact; the last is the wire's own."""
+    return {
+        kind: [*(getattr(Wire.of({kind: table}), kind) for table in tables[:-1]), getattr(wire, kind)]
+        for kind, tables in rungs(config).items()
+    }
+
+
+def rungs(config: TrainConfig) -> dict[str, list[Table]]:
+    """By kind of traffic, from exact to what is given; without `auto` there is nothing between."""
+    given = written_out(config.wire)
+    out = {}
+    for kind in KINDS:
+        most = dict(given.get(kind, {}))
+        keeps = {key: most[key] for key in KEPT if key in most}
+        between = [PRESETS["bf16"][kind], PRESETS["safe"][kind], {**PRESETS["max"][kind], "bits": 4}]
+        exact = {"sync": most["sync"]} if "sync" in most else {}
+        out[kind] = [exact, *({**table, **keeps} for table in between if given.get("auto")), most] if most else [{}]
+    return out
+
+
+def decision(config: TrainConfig, wire: Wire, tables: Mapping[str, list[Table]], measured: Measured) -> Decision:
+    """From what was measured; nothing here depends on the rank."""
+    fused = wire.embedding is not None and wire.embedding.sync == "fused"
+
+    def step(levels: Mapping[str, int]) -> Step:
+        return measured.step(config.mesh.plan(), levels, fused)
+
+    def seconds(some: Step) -> float:
+        before = simulate(replace(some, gradients=(), embedding=None)).makespan if config.optim.accumulate > 1 else 0.0
+        return simulate(some).makespan + (config.optim.accumulate - 1) * before
+
+    none = dict.fromkeys(KINDS, 0)
+    if wire.auto:
+        sizes = {kind: measured.size.get(kind, [0.0]) for kind in KINDS}
+        levels = mildest(sizes, measured.cost, lambda some: seconds(step(some)))
+        table, sends, stages, final = _on_edges(tables, measured, levels, step)
+    else:
+        when = {t: str(link.when) for t, link in zip(Traffic, (wire.forward, wire.backward)) if link is not None}
+        rule = wire.gradient.stages if wire.gradient else 1.0
+        most = {kind: len(tables[kind]) - 1 for kind in KINDS}
+        choice = choose_by(step({**none, "embedding": most["embedding"]}), step(most), when, rule)
+        table, sends, stages, final = dict(config.wire), choice.sends, choice.gradients, choice.result.step
+    listed = sorted([str(t), s, m] for t, s, m in sends)
+    return Decision(_run(config), table, listed, sorted(stages), seconds(final), seconds(step(none)), asdict(measured))
+
+
+def _on_edges(
+    tables: Mapping[str, list[Table]], measured: Measured, levels: Mapping[str, int], step: Callable[..., Step]
+) -> tuple[Table, frozenset[Send], frozenset[int], Step]:
+    """Which boundaries and which stages' gradients get their rung: those that the step waits for, with all their
+    messages. The wire that says so, the messages, the stages, the step."""
+    plain, packed = step(dict.fromkeys(KINDS, 0) | {"embedding": levels["embedding"]}), step(levels)
+    choice = choose_by(plain, packed, dict.fromkeys((Traffic.FORWARD, Traffic.BACKWARD), "critical"), SLACK)
+    parts = range(packed.schedule.microbatches)
+    sends = frozenset(Send(t, s, m) for t, s, _ in choice.sends for m in parts)
+    picked = sends | {Send(Traffic.GRADIENT, stage, 0) for stage in choice.gradients}
+    wire = {"embedding": tables["embedding"][levels["embedding"]]}
+    for way, rates in measured.rate.items():
+        edges = {send.stage for send in sends if send.traffic == way}
+        if edges:
+            every = len(edges) == sum(rate > 0 for rate in rates)
+            wire[way] = {**tables[way][levels[way]], **({} if every else {"when": "critical"})}
+    if choice.gradients:
+        every = len(choice.gradients) == packed.schedule.stages
+        listed = {} if every else {"stages": sorted(choice.gradients)}
+        wire["gradient"] = {**tables["gradient"][levels["gradient"]], **listed}
+    used = {kind: table for kind, table in wire.items() if table}
+    return used, sends, choice.gradients, mixed(plain, packed, picked.__contains__)
+
+
+def describe(chosen: Decision) -> str:
+    """The decision in one line."""
+    wire, rates = written_out(chosen.wire), chosen.measured["rate"]
+    parts = [f"{kind} {_words(wire.get(kind, {}))}" for kind in ("forward", "backward", "gradient", "embedding")]
+    for at, way in enumerate(WAYS):
+        if wire.get(way, {}).get("when") == "critical":
+            parts[at] += f" from stages {sorted({s for kind, s, _ in chosen.sends if kind == way}) or 'none'}, "
+            parts[at] += f"{sum(kind == way for kind, _, _ in chosen.sends)} messages"
+    if "stages" in wire.get("gradient", {}):
+        parts[2] += f" of stages {chosen.stages or 'none'}"
+    kinds = [part for part in parts if part.split()[0] in chosen.measured["size"]]
+    speeds = [rate for way in rates.values() for rate in way if rate]
+    links = f", links of {show_rate(min(speeds))}" if speeds else ""
+    return (
+        f"planned: {'; '.join(kinds) or 'nothing crosses a network'}; a step of {chosen.seconds:.3g} s is expected, "
+        f"{chosen.exact:.3g} s with nothing compressed{links}"
+    )
+
+
+def _words(table: Mapping[str, Any]) -> str:
+    """{"codec": "quantize", "bits": 4, "memory": {"memory": "delta", …}} → quantize(bits=4, memory=delta)."""
+    name = table.get("codec") or table.get("collective")
+    if not isinstance(name, str):
+        return "exact" if name is None else _words(name)
+    about = {key: value for key, value in table.items() if key not in ("codec", "collective", "when", "stages", *KEPT)}
+    short = (f"{k}={(v.get('memory') or v.get('codec')) if isinstance(v, Mapping) else v}" for k, v in about.items())
+    return f"{name}({', '.join(short)})"
+
+
+def _run(config: TrainConfig) -> str:
+    """What a decision holds for."""
+    return repr((config.mesh, dict(config.wire)))

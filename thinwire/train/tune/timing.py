@@ -1,0 +1,188 @@
+"""What a step costs here, measured by all ranks together before the first one: the planner's simulator lives on it.
+
+Computing of every stage; rate and latency of every link between neighbours; and, for every way in which a kind of
+traffic might be sent (a "rung": None is exact), its bytes, and its codec's seconds or its exchange's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thinwire.config.wire import Link, Reduction
+from thinwire.pipeline.lane import Lane, Part
+from thinwire.planner.actions import Schedule
+from thinwire.planner.network import LinkSpeed
+from thinwire.planner.step import Hop, Send, Step, Traffic, Work
+from thinwire.train.config.sections import TrainConfig
+from thinwire.train.engine import autocast
+from thinwire.train.mesh import Mesh
+from thinwire.train.model.stage import Stage
+from thinwire.train.tune.layer_times import once
+from thinwire.train.tune.links import elapsed, exchanges, noise, probe
+
+ROUNDS = 3  # of every measurement; the first allocates, the fastest of the others counts
+WAYS = {"forward": 1, "backward": -1}  # kinds of messages, and how many stages ahead they go
+Rungs = Mapping[str, Sequence[Any]]  # by kind of traffic: Links or Reductions, None for exact
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The slowest rank's, as plain numbers that JSON holds. A kind of traffic that there is not is no key."""
+
+    forward: list[float]  # seconds of a micro-batch, by stage
+    backward: list[float]
+    rate: dict[str, list[float]]  # bits a second, by direction and sending stage; 0 where no link is crossed
+    latency: dict[str, list[float]]
+    size: dict[str, list[float]]  # bytes, by kind and rung
+    coding: dict[str, list[list[float]]]  # seconds to encode and to decode a message, by direction and rung
+    exchange: dict[str, list[list[float]]]  # seconds, by kind and rung: of gradients by stage, of the embedding one
+
+    def step(self, schedule: Schedule, levels: Mapping[str, int], fused: bool = False) -> Step:
+        """The simulator's step with these rungs."""
+        halves = tuple(t / 2 for t in self.backward)
+        hops = {
+            Send(Traffic(way), stage, 0): self._hop(way, stage, levels[way])
+            for way, rates in self.rate.items()
+            for stage, rate in enumerate(rates)
+            if rate
+        }
+        gradients = self.exchange.get("gradient")
+        embedding = self.exchange.get("embedding")
+        return Step(
+            schedule, Work(tuple(self.forward), halves, halves), lambda send: hops[send._replace(part=0)],
+            [[Hop(wire=t)] for t in gradients[levels["gradient"]]] if gradients else [],
+            Hop(wire=embedding[levels["embedding"]][0]) if embedding else None,
+            fused, slice=max((hop.wire for hop in hops.values()), default=0.0),
+        )  # fmt: skip
+
+    def cost(self, kind: str, level: int) -> float:
+        """Seconds of all that kind's messages, or exchanges, one after another."""
+        if kind in self.rate:
+            return sum(self._hop(kind, stage, level).seconds for stage, rate in enumerate(self.rate[kind]) if rate)
+        return sum(self.exchange[kind][level]) if kind in self.exchange else 0.0
+
+    def _hop(self, way: str, stage: int, level: int) -> Hop:
+        nbytes, (encode, decode) = self.size[way][level], self.coding[way][level]
+        return Hop(nbytes, 8 * nbytes / self.rate[way][stage], self.latency[way][stage], encode, decode)
+
+
+def measure(
+    config: TrainConfig, rungs: Rungs, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter]
+) -> Measured:
+    """All ranks call it together, and measure at the same time, as they will work."""
+    device = next(next(iter(stages.values())).parameters()).device
+    mine: dict[str, Any] = {"compute": {i: _compute(config, stage) for i, stage in sorted(stages.items())}}
+    mine["links"] = _links(config, mesh, device)
+    shape = config.microbatch, config.data.seq_len, next(iter(stages.values())).config.hidden_size // config.mesh.tp
+    dtype = next(next(iter(stages.values())).parameters()).dtype
+    for way in WAYS:
+        if any(kind == way for kind, _ in mine["links"]):
+            mine[way] = [_coding(link, noise(*shape).to(device, dtype)) for link in rungs[way]]
+    if config.mesh.dp > 1:
+        mine["gradient"] = {
+            i: exchanges(_shapes(stage, named), rungs["gradient"], mesh.dp, device)
+            for i, stage in sorted(stages.items())
+        }
+    tied = next((stage.tied for stage in stages.values() if stage.tied), None)
+    if tied is not None:
+        mine["embedding"] = _embedding(tuple(named[tied].shape), rungs["embedding"], mesh, device)
+    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return _merged(len(config.mesh.plan().rank_of), everyone)
+
+
+def _merged(stages: int, everyone: list[dict[str, Any]]) -> Measured:
+    """The slowest of what the ranks say of the same thing."""
+    compute = [[part["compute"][s] for part in everyone if s in part["compute"]] for s in range(stages)]
+    heard = [entry for part in everyone for entry in part["links"].items()]
+    out = Measured([max(f for f, _ in c) for c in compute], [max(b for _, b in c) for c in compute], {}, {}, {}, {}, {})
+    for way in WAYS:
+        found = [[speed for key, speed in heard if key == (way, s)] for s in range(stages)]
+        if any(found):
+            out.rate[way] = [min((x.rate or math.inf for x in speeds), default=0.0) for speeds in found]
+            out.latency[way] = [max((x.latency for x in speeds), default=0.0) for speeds in found]
+            coded = [part[way] for part in everyone if way in part]
+            out.size[way] = [float(one[0]) for one in coded[0]]
+            out.coding[way] = [[max(one[r][at] for one in coded) for at in (1, 2)] for r in range(len(coded[0]))]
+    for kind in ("gradient", "embedding"):
+        parts = [part[kind] for part in everyone if kind in part]
+        if parts:
+            by_stage = [[p[s] for p in parts if s in p] for s in range(stages)] if kind == "gradient" else [parts]
+            levels = range(len(by_stage[0][0]))
+            out.size[kind] = [float(sum(max(one[r][0] for one in ones) for ones in by_stage)) for r in levels]
+            out.exchange[kind] = [[max(one[r][1] for one in ones) for ones in by_stage] for r in levels]
+    return out
+
+
+def _compute(config: TrainConfig, stage: Stage) -> tuple[float, float]:
+    """Seconds of a micro-batch, forward and backward; gradients that come of it are dropped."""
+    some = next(stage.parameters())
+    tokens = torch.zeros(config.microbatch, config.data.seq_len, dtype=torch.int64, device=some.device)
+    x = tokens if stage.is_first else torch.zeros(*tokens.shape, stage.config.hidden_size).to(some)
+    with torch.random.fork_rng(devices=[some.device] if some.is_cuda else []):
+        runs = [once(stage, x, tokens, autocast(config)) for _ in range(ROUNDS)][1:]
+    for parameter in stage.parameters():
+        parameter.grad = None
+    return min(f for f, _ in runs), min(b for _, b in runs)
+
+
+def _links(config: TrainConfig, mesh: Mesh, device: torch.device) -> dict[tuple[str, int], LinkSpeed]:
+    """By direction and sending stage, the links on which this rank hears its neighbours."""
+    rank_of, found = config.mesh.plan().rank_of, {}
+    if config.mesh.pp == 1:
+        return {}
+    onward = probe(mesh.pp, 1, device)
+    back = onward if config.mesh.pp == 2 else probe(mesh.pp, -1, device)
+    for stage, rank in enumerate(rank_of):
+        for way, ahead in WAYS.items():
+            sender = stage - ahead
+            if rank == mesh.position and 0 <= sender < len(rank_of) and rank_of[sender] != rank:
+                found[way, sender] = onward if (rank - rank_of[sender]) % config.mesh.pp == 1 else back
+    return found
+
+
+def _coding(link: Link | None, x: torch.Tensor) -> tuple[int, float, float]:
+    """Bytes of a message on samples that have been seen, seconds to encode it, seconds to decode it."""
+    if link is None:
+        return x.nbytes, 0.0, 0.0
+    if not isinstance(link.memory, str):
+        link = replace(link, memory=replace(link.memory, path=None))
+    lanes = [Lane(link, "measured", end, 0) for end in ("send", "recv")]
+    part, runs = Part(0, tuple(range(len(x))), True), []
+    for step in range(ROUNDS):
+        for lane in lanes:
+            lane.begin(step)
+        began = time.perf_counter()
+        frame = lanes[0].send(part, 0, x)
+        encode, began = elapsed(began, x.device), time.perf_counter()
+        lanes[1].recv(part, 0, frame, x.shape, x.dtype)
+        runs.append((frame.nbytes, encode, elapsed(began, x.device)))
+        for lane in lanes:
+            lane.resolve_checks()
+            lane.end_step(keep=True)
+    return runs[-1][0], min(r[1] for r in runs[1:]), min(r[2] for r in runs[1:])
+
+
+def _shapes(stage: Stage, named: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
+    own = {name for name, _ in stage.named_parameters()} - {stage.tied}
+    return {name: tuple(p.shape) for name, p in named.items() if name in own}
+
+
+def _embedding(
+    shape: tuple[int, ...], rungs: Sequence[Reduction | None], mesh: Mesh, device: torch.device
+) -> list[tuple[float, float]]:
+    """The tied one's over both its stages and all replicas, or over replicas and then between the two."""
+    rungs = [replace(rung, exact_dims=0, exclude=()) if rung else None for rung in rungs]
+    if any(rung.sync == "fused" for rung in rungs if rung):
+        return exchanges({"tied": shape}, rungs, mesh.ends, device)
+    apart = exchanges({"tied": shape}, rungs, mesh.dp, device)
+    [(sent, took)] = exchanges({"tied": shape}, [None], mesh.pair, device)
+    return [(nbytes + sent, seconds + took) for nbytes, seconds in apart]

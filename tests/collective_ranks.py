@@ -122,7 +122,7 @@ def conservation(steps: int) -> list[str]:
             g = gradient("similar", (30, 40), rank, size, step)
             expected = before + g
             mean = channel.reduce("w", g)
-            before = channel.ledger.read("e", "w").clone()
+            before = channel.state.read("e", "w").clone()
             left = before.clone()
             dist.all_reduce(left)
             dist.all_reduce(expected)

@@ -165,7 +165,7 @@ def remembered(run: Run, ids: list[int]) -> list[Any]:
     """Digests of this rank's mirrors, and its residuals."""
     mirrors = [lane.digests(ids).tolist() for lane in run.pipe.lanes() if lane.per_sample]
     channels = [c for lane in run.pipe.lanes() for _, c in lane.channels()]
-    return [mirrors, [c.ledger.read("e", key).tolist() for c in channels for key in c.ledger.stores["e"]]]
+    return [mirrors, [c.state.read("e", key).tolist() for c in channels for key in c.state.stores["e"]]]
 
 
 def faults() -> list[str]:
@@ -261,7 +261,7 @@ def _lost(run: Run, x: Tensor, y: Tensor, ids: list[int]) -> list[str]:
                 else:
                     for channel in lane.coded.values():
                         for key in ids:
-                            channel.ledger.forget(key)
+                            channel.state.forget(key)
         run.step(x, y, ids)
         if run.pipe.skipped or total(run, "healed")[0] - healed != 2 * len(ids) or mirrors_differ(run, ids):
             wrong.append(f"a store that was {'old' if restore else 'lost'} at one end was not healed")
@@ -285,7 +285,7 @@ def lazy_error() -> list[str]:
             for lane in run.pipe.lanes():
                 if lane.name.startswith("backward") and lane.end == "send":
                     (channel,) = lane.coded.values()
-                    sums["left"][lane.name] = channel.ledger.read("e", f"{lane.name}/0").clone()
+                    sums["left"][lane.name] = channel.state.read("e", f"{lane.name}/0").clone()
             wrong += _telescopes(sums, f"{codec}, {when}")
     return wrong
 
@@ -296,7 +296,7 @@ def _record(lane: Any, sums: dict[str, Any]) -> None:
     send, recv, name = lane.send, lane.recv, lane.name
     if lane.end == "send":
         (channel,) = lane.coded.values()
-        sums["sent"][name] = channel.ledger.read("e", f"{name}/0").clone()  # what the first step left
+        sums["sent"][name] = channel.state.read("e", f"{name}/0").clone()  # what the first step left
 
     def sending(part: Any, index: int, x: Tensor) -> Tensor:
         sums["sent"][name] = sums["sent"][name] + x
@@ -360,7 +360,7 @@ def auto() -> list[str]:
             (channel,) = lane.coded.values()
             if lane.trial.lazy is not kept or lane.trial.on or lane.trial.step != 2 * STEPS + 1:
                 wrong.append(f"{codec}, {make.__name__}, {lane.name}: {vars(lane.trial)}")
-            left = channel.ledger.read("e", f"{lane.name}/0")
+            left = channel.state.read("e", f"{lane.name}/0")
             if channel.memory != (ErrorFeedback() if kept else Plain()) or (left is not None) is not kept:
                 wrong.append(f"{codec}, {make.__name__}, {lane.name}: {channel.memory.name}")
     return wrong

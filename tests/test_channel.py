@@ -32,7 +32,7 @@ def ends(codec: c.Codec, memory: m.Memory) -> tuple[tw.Channel, tw.Channel]:
 def move(pair: tuple[tw.Channel, tw.Channel], key, x: torch.Tensor) -> torch.Tensor:
     size = pair[0].nbytes(key, x.shape, x.dtype)
     frame = pair[0].send(key, x)
-    assert frame.numel() == size == pair[1].nbytes(key, x.shape, x.dtype) or pair[1].ledger.read("h", key) is None
+    assert frame.numel() == size == pair[1].nbytes(key, x.shape, x.dtype) or pair[1].state.read("h", key) is None
     return pair[1].recv(key, frame, x.shape, x.dtype)
 
 
@@ -171,7 +171,7 @@ def test_nonfinite_names_the_key_and_changes_nothing():
             pair = ends(codec, memory)
             x = tensor("gaussian", (8, 16), torch.float32, 0)
             move(pair, "layer.3", x)
-            before = digests(pair[0], ["layer.3"]), pair[0].ledger.read("e", "layer.3")
+            before = digests(pair[0], ["layer.3"]), pair[0].state.read("e", "layer.3")
             bad = x.clone()
             bad[0, 0] = torch.nan
             with pytest.raises(ValueError, match=r"layer\.3.*1 of 128 values are NaN or Inf"):
@@ -180,7 +180,7 @@ def test_nonfinite_names_the_key_and_changes_nothing():
             frame = pair[0].send("layer.3", bad, nonfinite="flag")
             assert frame.numel() == size
             assert pair[1].recv("layer.3", frame, x.shape, x.dtype).isnan().all()
-            after = digests(pair[0], ["layer.3"]), pair[0].ledger.read("e", "layer.3")
+            after = digests(pair[0], ["layer.3"]), pair[0].state.read("e", "layer.3")
             assert before[0] == after[0] and (before[1] is None or torch.equal(before[1], after[1]))
             assert pair[0].stats.nonfinite == pair[1].stats.nonfinite == 1
             move(pair, "layer.3", x)
@@ -220,7 +220,7 @@ def test_a_change_without_a_mirror_is_refused():
     pair = ends(c.Quantize(4), m.Delta())
     x = torch.ones(64)
     move(pair, 1, x)
-    pair[1].ledger.forget(1)  # one end loses its store
+    pair[1].state.forget(1)  # one end loses its store
     with pytest.raises(ValueError, match="remembers no such sample"):
         pair[1].recv(1, pair[0].send(1, x), x.shape, x.dtype)
 

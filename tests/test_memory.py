@@ -1,7 +1,7 @@
 """The table of algorithms: each named memory equals a straight-line implementation of its paper's update.
 
 The straight lines below use only a codec's `rows` map (what the other end decodes) and plain arithmetic; the
-channel side goes through frames, both ends, and the ledger. Float64, 50 steps, to 1e-12.
+channel side goes through frames, both ends, and the state. Float64, 50 steps, to 1e-12.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_lazy_error_is_error_feedback_keyed_by_boundary():
     channel, other = (tw.Channel(c.LowRank(2), m.ErrorFeedback()) for _ in range(2))
     xs = [torch.randn(20, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(t)) for t in range(12)]
     arrived = [other.recv("boundary 1", channel.send("boundary 1", x), x.shape, x.dtype) for x in xs]
-    residual = channel.ledger.read("e", "boundary 1")
+    residual = channel.state.read("e", "boundary 1")
     assert torch.allclose(sum(arrived) + residual, sum(xs), atol=1e-12)
 
 

@@ -203,7 +203,7 @@ def test_a_residual_of_another_shape_is_dropped():
     x = torch.randn(5, 32)
     end.send("b", x)
     fresh.send("b", x)
-    assert torch.equal(end.ledger.read("e", "b"), fresh.ledger.read("e", "b"))
+    assert torch.equal(end.state.read("e", "b"), fresh.state.read("e", "b"))
 
 
 # --- dropout
@@ -286,7 +286,7 @@ def test_a_file_store_stays_on_disk(tmp_path):
     before = resident()
     for step in range(2, 66):
         visit(lanes, step, tuple(4 * (step % 32) + i for i in range(4)), x)
-    kept = sum(lane.coded[0].ledger.stores["h"].used for lane in lanes)
+    kept = sum(lane.coded[0].state.stores["h"].used for lane in lanes)
     assert kept >= 2**26 and resident() - before < kept / 4
     for lane in lanes:
         lane.close()

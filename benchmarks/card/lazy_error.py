@@ -81,7 +81,7 @@ class Boundary(Ends):
     def residual(self) -> float:
         """Its energy."""
         (channel,) = self.lanes[0].coded.values()
-        e = channel.ledger.read("e", f"{self.lanes[0].name}/0")
+        e = channel.state.read("e", f"{self.lanes[0].name}/0")
         return 0.0 if e is None else float(e.square().sum())
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -61,10 +61,10 @@ class Exchange:
         channel = self.channels[unit]
         if not (exact or unit.exact):
             return channel.reduce(unit.name, x, self.group)
-        owed = channel.ledger.read("e", unit.name)
+        owed = channel.state.read("e", unit.name)
         if owed is not None:
             x = x + owed
-            channel.ledger.write("e", unit.name, torch.zeros_like(owed))
+            channel.state.write("e", unit.name, torch.zeros_like(owed))
         return all_reduce(x, self.group) / world(self.group)[0]
 
     def finish_step(self) -> None:
@@ -77,15 +77,15 @@ class Exchange:
     def take_back(self, unit: Unit, span: slice, before: Tensor | None) -> None:
         """A parameter that no rank used keeps its residual: what was sent of it is not applied anywhere."""
         channel = self.channels[unit]
-        now = channel.ledger.read("e", unit.name)
+        now = channel.state.read("e", unit.name)
         if now is not None:
             kept = now.clone()
             kept[span] = 0 if before is None else before[span]
-            channel.ledger.write("e", unit.name, kept)
+            channel.state.write("e", unit.name, kept)
 
     def residual_norm(self) -> float | None:
         """‖e‖ of this rank over all units; None where no residual is kept."""
-        found = [self.channels[unit].ledger.read("e", unit.name) for unit in self.compressed]
+        found = [self.channels[unit].state.read("e", unit.name) for unit in self.compressed]
         kept = [torch.linalg.vector_norm(e, dtype=torch.float64) for e in found if e is not None]
         return float(torch.stack(kept).norm()) if kept else None
 
@@ -96,7 +96,7 @@ class Exchange:
         out = {"step": torch.tensor(self.steps)}
         for unit, channel in self.channels.items():
             for slot in SLOTS:
-                value = channel.ledger.read(slot, unit.name)
+                value = channel.state.read(slot, unit.name)
                 if value is not None:
                     out |= {f"{slot}/{p}": value[span].view(shape).clone() for p, span, shape in unit.spans()}
             for field, value in channel.collective_state.get(unit.name, {}).items():
@@ -110,7 +110,7 @@ class Exchange:
             channel.forget(unit.name)
             for slot in SLOTS:
                 if any(f"{slot}/{p}" in state for p in unit.parameters):
-                    channel.ledger.write(slot, unit.name, _joined(unit, slot, state))
+                    channel.state.write(slot, unit.name, _joined(unit, slot, state))
             prefix = f"unit/{unit.name}/"
             fields = {n.removeprefix(prefix): v.clone() for n, v in state.items() if n.startswith(prefix)}
             if fields:

@@ -204,7 +204,7 @@ class FrozenAdam(torch.optim.Optimizer):
         out: dict[str, Tensor] = {}
         self.exchange.begin()
         for unit in self.exchange.units:
-            before = self.exchange.channels[unit].ledger.read("e", unit.name)
+            before = self.exchange.channels[unit].state.read("e", unit.name)
             flat = torch.cat([self._outgoing(name, betas[name]).reshape(-1) for name in unit.parameters])
             mean = self.exchange.reduce(unit, flat, exact)
             for name, span, shape in unit.spans():

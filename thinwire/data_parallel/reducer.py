@@ -196,7 +196,7 @@ class Reducer:
             finite = bool(is_finite(x))
             if not finite:
                 bad.append(unit)
-            before = self.exchange.channels[unit].ledger.read("e", unit.name)
+            before = self.exchange.channels[unit].state.read("e", unit.name)
             value = x.div_(scale) if scale != 1 and finite else x if finite else torch.zeros_like(x)
             means[unit] = (value if self.size == 1 else self.exchange.reduce(unit, value, exact)), before
 

@@ -43,21 +43,21 @@ class Channel:
             raise UsageError(f"a channel takes a codec or a collective, not {codec!r}")
         if isinstance(codec, Codec) and (codec.omega(FEW) or 0) >= 1:
             self.memory.check(codec, MANY)
-        self.ledger = KeyedState(self.memory)
+        self.state = KeyedState(self.memory)
         self.collective_state: dict[Key, dict[str, Tensor]] = {}
         self.staged_collective: dict[Key, dict[str, Tensor]] = {}
         self.step = 0
         self.counts: dict[Any, int] = {}
         self.deferred, self.defer = DeferredChecks(), defer
         self.stats = Stats()
-        self.visits = Visits(codec, self.memory, self.ledger, self.stats, measure_every)
+        self.visits = Visits(codec, self.memory, self.state, self.stats, measure_every)
         self.rows = Rows(self.visits)
 
     # --- steps: writes between begin and commit are kept together or dropped together
 
     def begin(self, step: int | None = None) -> None:
         """Open a step. Its number (default: the next) is in every frame, so that a late one is refused."""
-        self.ledger.begin()
+        self.state.begin()
         self.step = self.step + 1 if step is None else step
         self.counts.clear()
         self.deferred.open.clear()
@@ -67,13 +67,13 @@ class Channel:
             raise RuntimeError(
                 f"{self.name}: messages of this step were not looked at: resolve_checks() before commit()"
             )
-        self.ledger.commit()
+        self.state.commit()
         self.collective_state.update(self.staged_collective)
         self.staged_collective = {}
 
     def rollback(self) -> None:
         """Drop every write since begin. The step's number stays used: its frames are stale from now on."""
-        self.ledger.rollback()
+        self.state.rollback()
         self.staged_collective = {}
         self.stats.rollbacks += 1
 
@@ -163,7 +163,7 @@ class Channel:
         """Can messages be left to `deferred`? In an open step, by codecs that look at nothing; worth it on a card."""
         wanted = device.type == "cuda" if self.defer is None else self.defer
         blind = self.codec.is_blind and (self.memory.cold is None or self.memory.cold.is_blind)
-        return wanted and blind and not self.memory.refresh and self.ledger.staged is not None
+        return wanted and blind and not self.memory.refresh and self.state.staged is not None
 
     def nbytes(self, key: Key | Sequence[Key], shape: Sequence[int], dtype: torch.dtype) -> int:
         """Exactly how long the next frame for this key will be, at either end."""
@@ -183,7 +183,7 @@ class Channel:
         out = torch.full((len(keys),), -1, dtype=torch.int64)
         alike: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}
         for i, key in enumerate(keys):
-            h = self.ledger.read("h", key)
+            h = self.state.read("h", key)
             if h is not None:
                 alike.setdefault((h.dtype, h.shape, h.device), []).append((i, raw_bytes(h)))
         for rows in alike.values():
@@ -192,7 +192,7 @@ class Channel:
 
     def forget(self, key: Key) -> None:
         """Drop all state of a key: its next message is cold. Both ends must do so."""
-        self.ledger.forget(key)
+        self.state.forget(key)
         self.counts.pop(key, None)
         self.collective_state.pop(key, None)
 
@@ -201,18 +201,18 @@ class Channel:
     def reduce(self, key: Key, x: Tensor, group: Any = None) -> Tensor:
         """The mean of x over the group, through the collective: y = h̄ + mean d_i."""
         memory, work = self.memory, torch.promote_types(x.dtype, torch.float32)
-        x, e, h = x.to(work), self.ledger.read("e", key), self.visits.shift(key, x.to(work))
+        x, e, h = x.to(work), self.state.read("e", key), self.visits.shift(key, x.to(work))
         u = memory.outgoing(x, e, h)
         state = dict(self.staged_collective.get(key) or self.collective_state.get(key, {}))
         seed = derive(self.seed, self.step, key, self.counts.get(key, 0))
         mean, own = self.codec.exchange(u, group, state=state, key=key, step=self.step, seed=seed)
-        center = self.ledger.read("m", key) if memory.mirrored else self.codec.mean(h, group) if h is not None else None
+        center = self.state.read("m", key) if memory.mirrored else self.codec.mean(h, group) if h is not None else None
         y = mean if center is None else center + mean
         if memory.beta is not None:
-            self.ledger.write("e", key, memory.residual(x, e, h, own))
+            self.state.write("e", key, memory.residual(x, e, h, own))
         if memory.mirrored:
             self._move_group_shifts(key, x, h, own, center, mean, group)
-        (self.collective_state if self.ledger.staged is None else self.staged_collective)[key] = state
+        (self.collective_state if self.state.staged is None else self.staged_collective)[key] = state
         self._advance(key)
         return y
 
@@ -223,26 +223,26 @@ class Channel:
         coin = derive(self.seed, self.step, key, self.counts.get(key, 0))
         if self.memory.refresh:
             if self.memory.refreshes(coin):
-                self.ledger.write("h", key, x.clone())
-                self.ledger.write("m", key, self.codec.mean(x, group))
+                self.state.write("h", key, x.clone())
+                self.state.write("m", key, self.codec.mean(x, group))
             return
         alpha = self.memory.alpha_for(getattr(self.codec, "codec", self.codec), x.numel())
         zero = torch.zeros_like(x)
-        self.ledger.write("h", key, self.memory.shifted(zero if h is None else h, own, alpha))
-        self.ledger.write("m", key, self.memory.shifted(zero if center is None else center, mean, alpha))
+        self.state.write("h", key, self.memory.shifted(zero if h is None else h, own, alpha))
+        self.state.write("m", key, self.memory.shifted(zero if center is None else center, mean, alpha))
 
     # --- checkpoints
 
     def state_dict(self, mirrors: bool = True) -> dict[str, Tensor]:
         """Tensors only (loads with weights_only=True): residuals, mirrors, factors, collective state, step, counts."""
-        out = self.ledger.state_dict(() if mirrors else ("h",))
+        out = self.state.state_dict(() if mirrors else ("h",))
         for key, tensors in self.collective_state.items():
             out |= {f"c/{key_name(key)}/{name}": value.clone() for name, value in tensors.items()}
         out |= {f"count/{key_name(k)}": torch.tensor(n) for k, n in self.counts.items() if isinstance(k, (str, int))}
         return out | {"step": torch.tensor(self.step)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.ledger.load_state_dict(state)
+        self.state.load_state_dict(state)
         self.step = int(state["step"])
         self.counts = {parse_key(k[6:]): int(n) for k, n in state.items() if k.startswith("count/")}
         self.collective_state = {}

@@ -131,7 +131,7 @@ class Rows:
             finite = flag if later else bool(flag)
             return codec.decode(body, x.shape, x.dtype, seed) if later or finite else x, finite
         visits.memory.check(codec, x[0].numel())
-        new = visits.ledger.empty_mirror(x.shape, x.dtype, x.device)
+        new = visits.state.empty_mirror(x.shape, x.dtype, x.device)
         _, flag = codec.encode_onto_flagged(x, self._mirrors(keys, x.device), seed, visits.memory.gate, new, into)
         return new, flag if later else bool(flag)
 
@@ -147,7 +147,7 @@ class Rows:
             y = codec.decode(body, whole, dtype, seed_of(keys[0]))
             self._keep(keys, y.clone(), warm)
             return y
-        new = visits.ledger.empty_mirror(whole, dtype, body.device)
+        new = visits.state.empty_mirror(whole, dtype, body.device)
         y = codec.decode_onto(body, self._mirrors(keys, body.device), dtype, seed_of(keys[0]), visits.memory.gate, new)
         self._keep(keys, new, warm)
         return y
@@ -161,12 +161,12 @@ class Rows:
 
     def _mirrors(self, keys: Sequence[Key], device: torch.device) -> Tensor:
         """float[rows, …]; a file store gives them on the CPU."""
-        found = [h for h in (self.visits.ledger.read("h", key) for key in keys) if h is not None]
+        found = [h for h in (self.visits.state.read("h", key) for key in keys) if h is not None]
         return (found[0][None] if len(found) == 1 else torch.stack(found)).to(device)
 
     def _keep(self, keys: Sequence[Key], new: Tensor, warm: bool) -> None:
         for key, row in zip(keys, new):
-            self.visits.ledger.write("h", key, row)
+            self.visits.state.write("h", key, row)
             self.visits.stats.visit(warm)
 
 

@@ -23,8 +23,8 @@ EXACT = Identity()
 class Visits:
     """Codec, memory and state of one end. `seed` belongs to (run, step, key, send count): equal at both ends."""
 
-    def __init__(self, codec: Codec, memory: Memory, ledger: KeyedState, stats: Stats, measure_every: int) -> None:
-        self.codec, self.memory, self.ledger, self.stats = codec, memory, ledger, stats
+    def __init__(self, codec: Codec, memory: Memory, state: KeyedState, stats: Stats, measure_every: int) -> None:
+        self.codec, self.memory, self.state, self.stats = codec, memory, state, stats
         self.measure_every = measure_every
 
     def encode(self, key: Key, x: Tensor, seed: int, into: Tensor, later: bool = False) -> tuple[int, Tensor | bool]:
@@ -51,12 +51,12 @@ class Visits:
 
     def _residual(self, key: Key, x: Tensor) -> Tensor | None:
         """e of a key; one of another shape (a short last batch) belongs to nothing that is sent now, and is dropped."""
-        return self.ledger.read("e", key) if self.ledger.shape("e", key) == tuple(x.shape) else None
+        return self.state.read("e", key) if self.state.shape("e", key) == tuple(x.shape) else None
 
     def _learn(self, key: Key, x: Tensor, e: Tensor | None, h: Tensor | None, own: Tensor, refresh: bool) -> None:
         """The sender's state after d_own: residual, shift, and now and then the error."""
         if self.memory.beta is not None:
-            self.ledger.write("e", key, self.memory.residual(x, e, h, own))
+            self.state.write("e", key, self.memory.residual(x, e, h, own))
         self._move_shift(key, h, own, x.clone() if refresh else None)
         if self._measures():
             self.stats.measure(self.memory.s * x, own if h is None else h + own)
@@ -79,7 +79,7 @@ class Visits:
         fixed = self.memory.base_shift(key, like)
         if fixed is not None:
             return fixed.to(like)
-        return self.ledger.read("h", key) if self.memory.mirrored else None
+        return self.state.read("h", key) if self.memory.mirrored else None
 
     def body_bytes(self, shape: tuple[int, ...], dtype: torch.dtype, seed: int, warm: bool) -> int:
         """Length of a body; `warm` matters to memories with a cold start."""
@@ -93,10 +93,10 @@ class Visits:
     def _move_shift(self, key: Key, h: Tensor | None, step: Tensor, refreshed: Tensor | None) -> None:
         """h ← x on a refresh, h + α·d otherwise."""
         if refreshed is not None:
-            self.ledger.write("h", key, refreshed)
+            self.state.write("h", key, refreshed)
         elif self.memory.mirrored and self.memory.refresh == 0:
             alpha = self.memory.alpha_for(self.codec, step.numel())
-            self.ledger.write("h", key, self.memory.shifted(torch.zeros_like(step) if h is None else h, step, alpha))
+            self.state.write("h", key, self.memory.shifted(torch.zeros_like(step) if h is None else h, step, alpha))
 
     def _encode_with_factor(
         self, key: Key, u: Tensor, seed: int, into: Tensor, later: bool
@@ -107,16 +107,16 @@ class Visits:
             return body, finite if later else bool(finite)
         if not bool(is_finite(u)):
             return into, False
-        body = into.copy_(self.codec.encode(u, seed, prev=self.ledger.read("q", key)))
+        body = into.copy_(self.codec.encode(u, seed, prev=self.state.read("q", key)))
         factor = self.codec.right_factor(body, tuple(u.shape), u.dtype)
         if factor is not None:
-            self.ledger.write("q", key, factor.clone())
+            self.state.write("q", key, factor.clone())
         return body, True
 
     # --- the delta against a mirror: cold start, gate, fused kernels
 
     def _encode_delta(self, key: Key, x: Tensor, seed: int, into: Tensor, later: bool) -> tuple[int, Tensor | bool]:
-        h = self.ledger.read("h", key)
+        h = self.state.read("h", key)
         warm = h is not None and h.shape == x.shape
         if h is None or not warm:
             codec = self.memory.cold or EXACT
@@ -125,11 +125,11 @@ class Visits:
             new = codec.decode(body, x.shape, x.dtype, seed) if later or finite else x
         else:
             self.memory.check(self.codec, x.numel())
-            new = self.ledger.empty_mirror(x.shape, x.dtype, x.device)
+            new = self.state.empty_mirror(x.shape, x.dtype, x.device)
             _, flag = self.codec.encode_onto_flagged(x, h.to(x.device), seed, self.memory.gate, new, into)
             finite = flag if later else bool(flag)
         if later or finite:
-            self.ledger.write("h", key, new)
+            self.state.write("h", key, new)
             self.stats.visit(warm)
             self.measure(x, new)
         return WARM if warm else 0, finite
@@ -137,22 +137,22 @@ class Visits:
     def _decode_delta(
         self, key: Key, warm: bool, body: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int
     ) -> Tensor:
-        h = self.ledger.read("h", key)
+        h = self.state.read("h", key)
         if not warm:
             y = (self.memory.cold or EXACT).decode(body, shape, dtype, seed)
             new = y.clone()
         elif h is None or h.shape != torch.Size(shape):
             raise ValueError(f"a change for {key!r} arrived, but this end remembers no such sample")
         else:
-            new = self.ledger.empty_mirror(h.shape, dtype, body.device)
+            new = self.state.empty_mirror(h.shape, dtype, body.device)
             y = self.codec.decode_onto(body, h.to(body.device), dtype, seed, self.memory.gate, new)
-        self.ledger.write("h", key, new)
+        self.state.write("h", key, new)
         self.stats.visit(warm)
         return y
 
     def is_warm(self, key: Key, shape: tuple[int, ...]) -> bool:
         """Does this end hold a mirror of that shape for the key?"""
-        return self.ledger.shape("h", key) == shape
+        return self.state.shape("h", key) == shape
 
     def measure(self, x: Tensor, y: Tensor) -> None:
         """Note the relative error of y, every few messages."""

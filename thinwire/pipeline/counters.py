@@ -78,7 +78,7 @@ def store_estimate(lanes: Iterable[Lane], samples: int | None) -> list[str]:
     """A line per lane that remembers samples: bytes a sample, and for the whole data set where its size is known."""
     out = []
     for lane in lanes:
-        stores = [channel.ledger.stores["h"] for channel in lane.coded.values() if lane.per_sample]
+        stores = [channel.state.stores["h"] for channel in lane.coded.values() if lane.per_sample]
         kept = [(sum(store.size_of(key) for key in store), sum(1 for _ in store)) for store in stores]
         a_sample = sum(size / count for size, count in kept if count)
         if not a_sample:

@@ -164,9 +164,9 @@ class Lane:
             elif count:
                 channel.rollback()
             else:
-                channel.ledger.rollback()
+                channel.state.rollback()
         for channel, key in self._lost:
-            channel.ledger.forget(key)
+            channel.state.forget(key)
         if self.trial is not None:
             self.trial.end_step(keep)
             self._change_memory(self.trial.memory)
@@ -176,16 +176,16 @@ class Lane:
         for channel in self.coded.values():
             if channel.memory != memory:
                 channel.memory = channel.visits.memory = memory
-                for key in list(channel.ledger.stores["e"]):
-                    channel.ledger.stores["e"].forget(key)
+                for key in list(channel.state.stores["e"]):
+                    channel.state.stores["e"].forget(key)
 
     def rescale(self, factor: float) -> None:
         """The loss scale has changed by `factor`, and with it the unit of the residuals."""
         for channel in self.coded.values():
-            for key in list(channel.ledger.stores["e"]):
-                e = channel.ledger.read("e", key)
+            for key in list(channel.state.stores["e"]):
+                e = channel.state.read("e", key)
                 if e is not None:
-                    channel.ledger.write("e", key, e * factor)
+                    channel.state.write("e", key, e * factor)
 
     # --- what is remembered of samples
 
@@ -200,7 +200,7 @@ class Lane:
 
     def remembers(self) -> int:
         """How many samples' mirrors this end holds."""
-        return max((sum(1 for _ in channel.ledger.stores["h"]) for channel in self.coded.values()), default=0)
+        return max((sum(1 for _ in channel.state.stores["h"]) for channel in self.coded.values()), default=0)
 
     def agree(self, ids: Sequence[int], mine: Tensor, theirs: Tensor) -> int:
         """Forget, for this step, what the two ends do not hold alike; how many samples differed."""
@@ -208,18 +208,18 @@ class Lane:
         for key, other in zip(ids, differ):
             if other:
                 for channel in self.coded.values():
-                    channel.ledger.forget(key)
+                    channel.state.forget(key)
         return sum(differ)
 
     def load(self, ids: Sequence[int]) -> None:
         """These samples are about to be read."""
         for channel in self.coded.values():
-            channel.ledger.stores["h"].load(ids)
+            channel.state.stores["h"].load(ids)
 
     def close(self) -> None:
         """Forget everything; files of stores are removed."""
         for _, channel in self.channels():
-            for store in channel.ledger.stores.values():
+            for store in channel.state.stores.values():
                 store.close()
 
     # --- checkpoints

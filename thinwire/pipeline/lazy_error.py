@@ -83,9 +83,9 @@ class Trial:
                 torch.cuda.current_stream(a.device)
             )  # made by the computation's stream, used by the transport's
         for kind, shadow in self._shadows.items():
-            before = shadow.ledger.read("e", str(index))
+            before = shadow.state.read("e", str(index))
             shadow.send(str(index), g, nonfinite="later")
-            after = shadow.ledger.read("e", str(index))
+            after = shadow.state.read("e", str(index))
             if a is not None and after is not None and after.shape == g.shape:
                 left = after if before is None or before.shape != g.shape else after - before
                 error, so_far = a.T @ _matrix(left), self._errors.get((kind, index))

@@ -207,7 +207,7 @@ class Pipeline:
         """Called by stages: from here on the next batch may be read."""
         if self.announced is not None and self.announced.next_ids is not None:
             following: tuple[Key, ...] = self.announced.next_ids
-            stores = [c.ledger.stores["h"] for lane in self.lanes() if lane.per_sample for c in lane.coded.values()]
+            stores = [c.state.stores["h"] for lane in self.lanes() if lane.per_sample for c in lane.coded.values()]
             self._prefetch.start(stores, following)
 
     # --- what is known of it

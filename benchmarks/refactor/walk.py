@@ -1,4 +1,4 @@
-"""How far a reader has to go: the files that one gradient and one activation pass through, in order, as they are called.
+"""How far a reader has to go: the files that one gradient and one activation pass through, in order.
 
 python benchmarks/refactor/walk.py                 # the two walks, file by file, and how often a file is returned to
 python benchmarks/refactor/walk.py --functions     # with the functions
@@ -22,23 +22,25 @@ Entry = tuple[float, str, str]  # when, file, function
 
 
 class Tracer:
-    """Calls into thinwire's own files, by any thread, while the block runs."""
+    """Calls into thinwire's own files while a block runs, by every thread started after it was made."""
 
     def __init__(self, package: Path) -> None:
-        self.package, self.entries = str(package), list[Entry]()
-
-    def __enter__(self) -> Tracer:
+        self.package, self.entries, self.on = str(package), list[Entry](), False
         threading.setprofile(self._look)
         sys.setprofile(self._look)
+
+    def __enter__(self) -> Tracer:
+        self.entries, self.on = [], True
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        self.on = False
 
     def _look(self, frame: Any, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(self.package) and not code.co_name.startswith("<"):
+        if not self.on or event != "call":
+            return
+        if code.co_filename.startswith(self.package) and not code.co_name.startswith("<"):
             file = code.co_filename.removeprefix(self.package + "/")
             if not file.startswith(("kernels/cpu/", "kernels/gpu/")):
                 self.entries.append((time.monotonic(), file, code.co_qualname))
@@ -54,16 +56,13 @@ def gradient() -> list[Entry]:
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
+    tracer = Tracer(Path(tw.__file__).parent)
     model = DistributedDataParallel(nn.Linear(64, 64, bias=False))
     tw.parallel.compress_ddp(model, "max")
-    for step in range(3):
-        tracer = Tracer(Path(tw.__file__).parent)
+    for _ in range(3):
         loss = model(torch.randn(8, 64)).square().mean()
-        if step < 2:
+        with tracer:
             loss.backward()
-        else:
-            with tracer:
-                loss.backward()
     return tracer.entries
 
 
@@ -76,13 +75,12 @@ def activation() -> list[Entry]:
     import thinwire as tw
 
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, tracer = dist.get_rank(), Tracer(Path(tw.__file__).parent)
     torch.manual_seed(rank)
     stage = tw.parallel.CompressedStage(nn.Linear(128, 128), rank, 2, torch.device("cpu"), wire="max")
     schedule = ScheduleGPipe(stage, 1, loss_fn=nn.functional.mse_loss)
     x = torch.randn(4, 128)
-    for step in range(4):
-        tracer = Tracer(Path(tw.__file__).parent)
+    for _ in range(4):
         with tracer, stage.step(ids=[1, 2, 3, 4]):
             schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == 1 else {}))
     # of the two directions only forward: up to the first function of backward
@@ -114,7 +112,7 @@ def main() -> None:
 
     with Network(hosts=2) as net:
         print("a gradient")
-        walk(list(net.run(gradient, timeout=100, echo=False))[0], options.functions)
+        walk(net.run(gradient, timeout=100, echo=False)[0], options.functions)
         sender, receiver = net.run(activation, timeout=100, echo=False)
         print("an activation: the sender")
         walk(sender, options.functions)

@@ -80,7 +80,7 @@ def wrong_targets(text: str) -> Iterator[str]:
 def unexplained(pages: str) -> Iterator[str]:
     for room in ROOMS:
         module = importlib.import_module(room)
-        names = getattr(module, "__all__", None) or module._LAZY
+        names = module.__all__
         for name in names:
             if not re.search(rf"\b{name}\b", pages):
                 yield f"{room}.{name}: on no page"
@@ -90,7 +90,7 @@ def unexplained(pages: str) -> Iterator[str]:
 
 
 def main() -> int:
-    pages = {page: page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+    pages = {page: page.read_text() for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))}
     found = []
     for page, text in pages.items():
         problems = (*missing_paths(page, text), *wrong_commands(text), *wrong_python(text), *wrong_targets(text))

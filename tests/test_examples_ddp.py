@@ -81,7 +81,7 @@ class TestInTheLab:
     pytestmark = needs_lab
 
     def test_plain_ddp(self, host):
-        found = host("ddp_plain.py", "--steps", "150")
+        found = host("ddp_compressed.py", "--steps", "150")
         check_compressed(found)
         assert found[0]["reductions"] == 150
         accuracy = float(re.search(r"accuracy ([\d.]+)", found[0]["printed"])[1])
@@ -125,7 +125,7 @@ def test_plain_ddp_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [*command, str(EXAMPLES / "ddp_plain.py"), "--steps", "5"],
+        [*command, str(EXAMPLES / "ddp_compressed.py"), "--steps", "5"],
         capture_output=True, text=True, timeout=110, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
 """DistributedDataParallel with compressed gradients: the two lines marked `thinwire`.
 
-torchrun --nproc-per-node 2 examples/ddp_plain.py            # compressed
-torchrun --nproc-per-node 2 examples/ddp_plain.py --plain    # what it was before
+torchrun --nproc-per-node 2 examples/ddp_compressed.py            # compressed
+torchrun --nproc-per-node 2 examples/ddp_compressed.py --plain    # what it was before
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import thinwire as tw  # thinwire
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", action="store_true", help="without thinwire")
-    parser.add_argument("--wire", default="paper-oktopk", help="a preset's name")
+    parser.add_argument("--wire", default="max", help="a preset's name, or auto")
     parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
 

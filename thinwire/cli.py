@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from thinwire import __version__
-from thinwire.errors import UsageError
+from thinwire.errors import RunFailed, UsageError
 
 COMMANDS = {
     "demo": ("thinwire.demo", "the main job in minutes, on this machine: one training, uncompressed and compressed"),
@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"thinwire: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"thinwire: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("thinwire: interrupted", file=sys.stderr)
         return 130

@@ -120,18 +120,20 @@ def _write_configs(folder: Path, rate: str, steps: int) -> list[Path]:
 def _in_the_lab(paths: list[Path], rate: str) -> None:
     from thinwire.lab import Network
     from thinwire.train.config.sections import load
+    from thinwire.train.folder_lock import locked
     from thinwire.train.local import PRELOAD, train_local
     from thinwire.train.rank import record
 
     with Network(hosts=4, preload=PRELOAD) as network:
         for path in paths:
             config = load(path)
-            record(config, str(path))
             slow = rate if path.stem in RUNS else "unlimited"
             for host in range(4):
                 network.set_rate(host, slow)
             label = f"wire {path.stem}" if path.stem in RUNS else "pre-training"
-            train_local(config, rate=slow, network=network, label=label)
+            with locked(config.run.out):
+                record(config, str(path))
+                train_local(config, rate=slow, network=network, label=label)
 
 
 def _on_loopback(paths: list[Path]) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from thinwire.cpu_features import guard_bf16
+
 __version__ = "0.2.0"
 
 _NAMES = {
@@ -33,6 +35,8 @@ _MODULES = {
     "planner": "thinwire.planner",
     "wire": "thinwire.config.wire",
 }
+
+bf16_guard = guard_bf16()  # what was found, for `thinwire doctor`; before any room imports torch, and uses it
 
 __all__ = ["__version__", *_NAMES, *_MODULES]
 

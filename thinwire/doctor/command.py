@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 
+import thinwire
+from thinwire import cpu_features
 from thinwire.doctor import peers as doctor_peers
 from thinwire.lab.probe import Finding
 from thinwire.lab.probe import check as check_lab
@@ -65,6 +67,14 @@ def check_torch() -> list[Finding]:
         Finding("gpu", gpus > 0, f"{gpus} × {card}" if gpus else card,
                 "" if gpus else "not needed: everything runs on CPUs over Gloo; NCCL and Triton need a CUDA build"),
     ]  # fmt: skip
+
+
+def check_bf16() -> list[Finding]:
+    """A product in a child process, with the limits that this process has: some processors' AMX dies of it."""
+    lived, why = cpu_features.survives_in_child(dict(os.environ))
+    if lived:
+        return [Finding("bf16 on the CPU", True, thinwire.bf16_guard)]
+    return [Finding("bf16 on the CPU", False, f"{why[:80]}; {thinwire.bf16_guard}", cpu_features.REMEDY)]
 
 
 def check_gloo() -> list[Finding]:
@@ -139,5 +149,6 @@ def _short(folder: str) -> str:
 
 
 CHECKS: tuple[Callable[[], list[Finding]], ...] = (
-    check_python, check_torch, check_gloo, check_numba, check_triton, check_train, check_lab, check_optional,
+    check_python, check_torch, check_bf16, check_gloo, check_numba, check_triton, check_train, check_lab,
+    check_optional,
 )  # fmt: skip

@@ -125,7 +125,8 @@ def test_rows_equal_row_by_row(codec):
         x = tensor("laplace", (5, 80), dtype, 1)
         seeds = [0, 1, 2**33, 77, 2**61]
         one_by_one = torch.stack([roundtrip(codec, row, seed) for row, seed in zip(x, seeds)])
-        assert torch.allclose(codec.rows(x, seeds), one_by_one, rtol=1e-12, atol=0)
+        rounding = 1e-12 if dtype == torch.float64 else 1e-6  # a norm over rows may add up in another order
+        assert torch.allclose(codec.rows(x, seeds), one_by_one, rtol=rounding, atol=0)
 
 
 @given(st.sampled_from(CODECS), inputs.filter(lambda x: x.numel() > 0), st.booleans(), st.booleans())

@@ -62,9 +62,7 @@ class FramedStage(OpenStage):
         self.pipeline: Any = None
         self.microbatches: int | None = None
         self.lanes = Lanes()
-        self.transports: dict[
-            tuple[str, str], Transport
-        ] = {}  # with overlap: frames travel on them, not on torch's operations
+        self.transports: dict[tuple[str, str], Transport] = {}  # with overlap, in place of torch's operations
         self.predicates: dict[str, Predicate] = {}
         self.announced: Announcement | None = None
         self.coded = True  # False: this step's messages are exact

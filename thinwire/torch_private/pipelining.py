@@ -42,6 +42,10 @@ class OpenStage(PipelineStage):
         self.before_shapes(num_microbatches)
         return super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Torch 2.11 greets every neighbour with a message, in V-shaped schedules itself too, which Gloo cannot."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
+
     def would_receive(self, way: str, chunk: int) -> list[dist.P2POp]:
         """The operations with which torch would receive a micro-batch (way: "forward" or "backward"). They must not be
         started: their tensors only tell type, device and shape."""

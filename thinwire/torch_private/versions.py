@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import ModuleType
 
-import torch
-
 from thinwire.errors import UsageError
 
 TRIED = ((2, 11), (2, 12), (2, 13), (2, 14), (2, 15))  # minor versions, ascending; pyproject.toml allows these
@@ -26,6 +24,8 @@ def require(adapter: str, owner: type | ModuleType, *names: str) -> None:
     adapter: what of thinwire needs them, for the message.
     owner: a module, or a class. Of a class, names that its `__init__` gives to each object count too.
     """
+    import torch  # not above: `thinwire doctor --help` need not wait for it
+
     missing = [name for name in names if not _has(owner, name)]
     if missing:
         raise UsageError(

@@ -19,6 +19,7 @@ from thinwire.data_parallel.handle import Handle
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.distributed.config_check import dense
 from thinwire.errors import UsageError
+from thinwire.torch_private.ddp import hook_state
 
 Buckets = list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]]
 
@@ -129,11 +130,11 @@ def compress_ddp(
     """
     if not isinstance(model, DistributedDataParallel):
         raise UsageError(f"compress_ddp wants a DistributedDataParallel model, not {type(model).__name__}")
-    if model._comm_hooks:
-        ours = isinstance(model._comm_hooks[0][1], CompressedDDP)
+    hooked, state = hook_state(model)
+    if hooked:
         raise UsageError(
             "compress_ddp: this model is compressed already: call it once per DDP model, and keep its handle"
-            if ours
+            if isinstance(state, CompressedDDP)
             else "compress_ddp: this model has a communication hook already, and DDP takes one: wrap it anew without"
         )
     wire = Wire.of(wire)

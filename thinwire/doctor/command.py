@@ -1,7 +1,7 @@
 """`thinwire doctor`: what this machine can do, found by trying, and what to do where it cannot.
 
 A missing optional part is not a failure: the exit status is 1 only where the library itself would not work.
-With `--listen` and `--peers` it looks at the way to other machines instead (doctor_peers.py).
+With `--listen` and `--peers` it looks at the way to other machines instead (peers.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from dataclasses import asdict
 import thinwire
 from thinwire import cpu_features
 from thinwire.doctor import peers as doctor_peers
+from thinwire.doctor.pipeline import check_pipeline
 from thinwire.lab.probe import Finding
 from thinwire.lab.probe import check as check_lab
 from thinwire.terminal import progress, table, write_json
+from thinwire.torch_private.versions import RANGE, REQUIREMENT, is_tried
 from thinwire.train.installed import REMEDY, missing
 
 
@@ -55,13 +57,13 @@ def check_torch() -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    remedy = "" if version >= (2, 11) else "pip install 'torch>=2.11'"
+    tried = is_tried(torch.__version__)
+    detail = f"{torch.__version__}, {'one' if tried else 'none'} of the versions that work, {RANGE}"
     backends = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     card = torch.cuda.get_device_name(0) if gpus else "none visible"
     return [
-        Finding("torch", not remedy, torch.__version__, remedy, needed=True),
+        Finding("torch", tried, detail, "" if tried else f"pip install '{REQUIREMENT}'", needed=True),
         Finding("backends", bool(backends), ", ".join(backends) or "none",
                 "" if backends else "this torch has no torch.distributed: install an official build", needed=True),
         Finding("gpu", gpus > 0, f"{gpus} × {card}" if gpus else card,
@@ -149,6 +151,7 @@ def _short(folder: str) -> str:
 
 
 CHECKS: tuple[Callable[[], list[Finding]], ...] = (
-    check_python, check_torch, check_bf16, check_gloo, check_numba, check_triton, check_train, check_lab,
+    check_python, check_torch, check_bf16, check_gloo, check_pipeline, check_numba, check_triton, check_train,
+    check_lab,
     check_optional,
 )  # fmt: skip

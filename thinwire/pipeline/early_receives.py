@@ -39,7 +39,7 @@ class Known:
 
     peers: list[tuple[int, Any]]  # (global rank, group) a tensor
     shapes: list[tuple[int, ...]]
-    likes: list[Tensor]  # torch's buffers, for dtype and device
+    likes: list[Tensor]  # empty ones, for dtype and device
 
 
 def tag(way: str, sender: int, chunk: int, index: int, step: int, stages: int, microbatches: int) -> int:
@@ -68,7 +68,8 @@ class EarlyReceives:
         if sizes != self.sizes:
             self.known, self.sizes = {}, sizes
         if sizes is not None and ops and ops[0].tensor.device.type == "cpu":
-            self.known[way, chunk] = Known([(op.peer, op.group) for op in ops], shapes, [op.tensor for op in ops])
+            likes = [op.tensor.new_empty(0) for op in ops]
+            self.known[way, chunk] = Known([(op.peer, op.group) for op in ops], shapes, likes)
 
     def post(
         self,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
+from thinwire.collectives.groups import whole
 from thinwire.config.wire import Wire
 from thinwire.errors import UsageError
 from thinwire.pipeline.announce import Announcement
@@ -28,6 +28,7 @@ from thinwire.pipeline.lane import Lane, Part
 from thinwire.pipeline.message_choice import Predicate
 from thinwire.pipeline.overlap import AHEAD, Transport
 from thinwire.pipeline.tensor_specs import REFUSED, Spec, in_words, is_refusal, outputs_of
+from thinwire.torch_private.pipelining import OpenStage
 
 DROPOUT = ("warn", "seed", "ignore")
 
@@ -45,7 +46,7 @@ class Lanes:
         return [lane for lane in vars(self).values() if lane is not None]
 
 
-class FramedStage(PipelineStage):
+class FramedStage(OpenStage):
     """What a Pipeline drives; its arguments are CompressedStage's."""
 
     def __init__(
@@ -61,9 +62,7 @@ class FramedStage(PipelineStage):
         self.pipeline: Any = None
         self.microbatches: int | None = None
         self.lanes = Lanes()
-        self.transports: dict[
-            tuple[str, str], Transport
-        ] = {}  # with overlap: frames travel on them, not on torch's operations
+        self.transports: dict[tuple[str, str], Transport] = {}  # with overlap, in place of torch's operations
         self.predicates: dict[str, Predicate] = {}
         self.announced: Announcement | None = None
         self.coded = True  # False: this step's messages are exact
@@ -84,10 +83,9 @@ class FramedStage(PipelineStage):
 
     # --- what torch asks for
 
-    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        self.microbatches = num_microbatches
+    def before_shapes(self, microbatches: int) -> None:
+        self.microbatches = microbatches
         self.root_inputs = {}  # torch looks at the shapes anew
-        return super()._prepare_forward_infra(num_microbatches, *args, **kwargs)
 
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
@@ -96,23 +94,26 @@ class FramedStage(PipelineStage):
                 f"stage {self.stage_index}: schedule.step was called outside its bracket: write "
                 "`with stage.step(ids=…): schedule.step(…)` (Pipeline.step for several stages on a rank)"
             )
+        if self.announced is not None:
+            self.give_up_buffers()
         self._arrivals.clear()
         self._sent.clear()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        ops, lane = super().get_fwd_send_ops(fwd_chunk_id), self.lanes.forward_out
-        outputs = self.fwd_cache[fwd_chunk_id][0]
-        self._sent[fwd_chunk_id] = [((tuple(o.shape), o.dtype), o.requires_grad) for o in outputs]
-        return self._sends(ops, lane, "forward", fwd_chunk_id)
+        return self._sends(super().get_fwd_send_ops(fwd_chunk_id), self.lanes.forward_out, "forward", fwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._receives(self.lanes.forward_in, "forward", fwd_chunk_id)
+        if self._is_plain(self.lanes.forward_in):
+            return super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._receives("forward", fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._sends(super().get_bwd_send_ops(bwd_chunk_id), self.lanes.backward_out, "backward", bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._receives(self.lanes.backward_in, "backward", bwd_chunk_id)
+        if self._is_plain(self.lanes.backward_in) or not self.has_backward:
+            return super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._receives("backward", bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, *more: Any, **kwargs: Any) -> Any:
         self._current = fwd_chunk_id
@@ -122,7 +123,11 @@ class FramedStage(PipelineStage):
             self._note_activations(tensors, fwd_chunk_id)
         elif self.is_first and args:
             self._check_batch(args, fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, args, *more, **kwargs)
+        output = super().forward_one_chunk(fwd_chunk_id, args, *more, **kwargs)
+        if not self.is_last:
+            outputs = output if isinstance(output, tuple | list) else (output,)
+            self._sent[fwd_chunk_id] = [((tuple(o.shape), o.dtype), o.requires_grad) for o in outputs]
+        return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._current = bwd_chunk_id
@@ -138,7 +143,7 @@ class FramedStage(PipelineStage):
     # --- frames
 
     def _sends(self, ops: list[dist.P2POp], lane: Lane | None, way: str, chunk: int) -> list[dist.P2POp]:
-        if lane is None or self.announced is None:
+        if lane is None or self._is_plain(lane):
             return ops
         part = self._part(way, chunk, self.stage_index)
         tensors, transport = [op.tensor.detach() for op in ops], self.transports.get((way, "out"))
@@ -149,10 +154,13 @@ class FramedStage(PipelineStage):
         frames = [lane.send(part, i, x) for i, x in enumerate(tensors)]
         return [_rebuilt(op, frame, self._tag(way, chunk, i)) for i, (op, frame) in enumerate(zip(ops, frames))]
 
-    def _receives(self, lane: Lane | None, way: str, chunk: int) -> list[dist.P2POp]:
+    def _is_plain(self, lane: Lane | None) -> bool:
+        """Whether torch's own operations carry this: there is no lane, or the step has no bracket."""
+        return lane is None or self.announced is None
+
+    def _receives(self, way: str, chunk: int) -> list[dist.P2POp]:
+        assert self.announced is not None
         ops, shapes = self._incoming(way, chunk)
-        if lane is None or self.announced is None or (way == "backward" and not self.has_backward):
-            return ops
         transport = self.transports.get((way, "in"))
         if transport is not None:
             known = len(self._sent) if way == "backward" else self.microbatches or 0
@@ -182,8 +190,8 @@ class FramedStage(PipelineStage):
         """Torch's own operations that receive a micro-batch, and the shapes that will come."""
         if way == "backward":
             shapes = [spec[0] for spec, grad in self._sent.get(chunk, ()) if grad]
-            return super().get_bwd_recv_ops(chunk), shapes
-        ops, rows, shapes = super().get_fwd_recv_ops(chunk), self._rows(chunk), []
+            return self.would_receive(way, chunk), shapes
+        ops, rows, shapes = self.would_receive(way, chunk), self._rows(chunk), []
         for i, op in enumerate(ops):
             row = tuple(op.tensor.shape[1:]) if self.rows_in is None else self.rows_in[i][0][1:]
             shapes.append((op.tensor.shape[0] if rows is None else rows, *row))
@@ -275,10 +283,10 @@ class FramedStage(PipelineStage):
             outputs = outputs_of(self.submod, inputs, self.device)
             if not any(dtype.is_floating_point for _, dtype in outputs):  # they go as they are, without a frame
                 raise UsageError(wrong or "the batch is not as it was announced: the first stage's rank says how")
-            self.fwd_cache[chunk] = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in outputs), []
-            for i, op in enumerate(super().get_fwd_send_ops(chunk)):
-                frame = lane.expect(self._part("forward", chunk, s), i, tuple(op.tensor.shape), op.tensor)
-                dist.send(frame.fill_(REFUSED), op.peer, op.group, self._tag("forward", chunk, i))
+            peer = dist.get_process_group_ranks(whole(self.group))[place[s + 1]]
+            for i, (shape, dtype) in enumerate(outputs):
+                frame = lane.expect(self._part("forward", chunk, s), i, shape, torch.empty(0, dtype=dtype))
+                dist.send(frame.fill_(REFUSED), peer, self.group_towards(s + 1), self._tag("forward", chunk, i))
         self.pipeline.complain(wrong)
 
     def _note_activations(self, tensors: list[Tensor], chunk: int) -> None:

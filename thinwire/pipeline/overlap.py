@@ -25,6 +25,7 @@ from torch import Tensor
 
 from thinwire.collectives.groups import subgroup, whole, world
 from thinwire.errors import UsageError
+from thinwire.torch_private.pipelining import only_stage, pretend_stages
 
 AHEAD = 2  # micro-batches whose frames are waited for at a time: the one asked for, and the next
 WAYS = ("forward", "backward")
@@ -166,7 +167,7 @@ def run_ahead(schedule: Any, depth: int = 2) -> None:
     turns; w_s = depth·(S − 1 − s) + 1 with depth 2 hides whichever is shorter, for as many more activations kept. Where
     they are about equal a depth of 3 is 3 % faster, since the two directions share a link (docs/gpu.md).
     """
-    if depth < 1 or not hasattr(schedule, "_stage"):
+    stage = only_stage(schedule)
+    if depth < 1 or stage is None:
         raise UsageError(f"run_ahead takes a 1F1B schedule of one stage and a depth from 1, not {schedule}, {depth}")
-    stage = schedule._stage
-    schedule._num_stages = stage.stage_index + depth * (stage.num_stages - 1 - stage.stage_index) + 1
+    pretend_stages(schedule, stage.stage_index + depth * (stage.num_stages - 1 - stage.stage_index) + 1)

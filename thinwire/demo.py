@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.config.quantities import parse_rate, show_rate
 from thinwire.errors import UsageError
+from thinwire.installed import check_figures, check_training
 from thinwire.terminal import progress, table, write_json
 
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 12:
         raise UsageError(f"--steps {args.steps}: at least 12 are needed to see anything")
     from thinwire.lab import check
-    from thinwire.train.installed import check_installed
 
-    check_installed()
+    check_training()
+    check_figures("the report at its end")
     finding, folder = check()[0], Path(args.out)
     _clear(folder)
     paths = _write_configs(folder, args.rate, args.steps)

@@ -88,6 +88,7 @@ class CompressedDDP(Handle):
             self.arrived = 0
             self.reducer.exchange.steps += 1
         buffer = bucket.buffer().div_(self.reducer.size)
+        self.reducer.exchange.count_plain(buffer)
         work = dist.all_reduce(buffer, group=self.model.process_group, async_op=True)
         future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
         return future

@@ -20,11 +20,11 @@ import thinwire
 from thinwire import cpu_features
 from thinwire.doctor import peers as doctor_peers
 from thinwire.doctor.pipeline import check_pipeline
+from thinwire.installed import ADAPTERS, MODELS, THEORY, missing, remedy
 from thinwire.lab.probe import Finding
 from thinwire.lab.probe import check as check_lab
 from thinwire.terminal import progress, table, write_json
 from thinwire.torch_private.versions import RANGE, REQUIREMENT, is_tried
-from thinwire.train.installed import REMEDY, missing
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -128,10 +128,17 @@ def check_triton() -> list[Finding]:
 
 
 def check_train() -> list[Finding]:
-    lacking = missing()
+    lacking = missing(MODELS + ADAPTERS)
     detail = f"{', '.join(lacking)} not installed" if lacking else "transformers, safetensors, peft"
-    remedy = f"for `thinwire train` and `thinwire demo` only: {REMEDY}" if lacking else ""
-    return [Finding("training", not lacking, detail, remedy)]
+    todo = f"for `thinwire train` and `thinwire demo` only: {remedy('train')}" if lacking else ""
+    return [Finding("training", not lacking, detail, todo)]
+
+
+def check_theory() -> list[Finding]:
+    lacking = missing(THEORY)
+    detail = f"{', '.join(lacking)} not installed" if lacking else "scikit-learn, matplotlib"
+    todo = f"for figures, `thinwire convex` and the examples only: {remedy('theory')}" if lacking else ""
+    return [Finding("figures, data sets", not lacking, detail, todo)]
 
 
 def check_optional() -> list[Finding]:
@@ -152,6 +159,6 @@ def _short(folder: str) -> str:
 
 CHECKS: tuple[Callable[[], list[Finding]], ...] = (
     check_python, check_torch, check_bf16, check_gloo, check_pipeline, check_numba, check_triton, check_train,
-    check_lab,
+    check_theory, check_lab,
     check_optional,
 )  # fmt: skip

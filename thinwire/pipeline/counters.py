@@ -18,7 +18,8 @@ from thinwire.pipeline.lane import Lane
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes are frames, headers included, sent by this rank; `raw` what the tensors take uncompressed."""
+    """Bytes are frames, headers included, and integers and masks as they are, sent by this rank; `raw` what the
+    tensors take uncompressed."""
 
     steps: int
     skips: int
@@ -46,8 +47,10 @@ class Counters:
 
 
 def _sum(lanes: Iterable[Lane], way: str, field: str) -> int:
+    """Of all that was sent that way; `field` is wire_bytes or raw_bytes."""
     mine = [lane for lane in lanes if lane.end == "send" and lane.name.startswith(way)]
-    return sum(getattr(channel.stats, field) for lane in mine for _, channel in lane.channels())
+    framed = sum(getattr(channel.stats, field) for lane in mine for _, channel in lane.channels())
+    return framed + sum(lane.sent_as_is for lane in mine)
 
 
 def store_forecast(lanes: Iterable[Lane], samples: int | None, row: Sequence[int]) -> list[str]:

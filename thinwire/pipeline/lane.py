@@ -49,6 +49,7 @@ class Lane:
         self.exact: dict[int, Channel] = {}
         self.step: int | None = None
         self.faults: list[str] = []
+        self.sent_as_is = 0  # bytes of integers and masks, which no channel counts
         self._lost: list[tuple[Channel, Key]] = []
         self._channel(Part(0, None, True), 0)  # a codec or a path that cannot be shows before the first step
 
@@ -68,6 +69,7 @@ class Lane:
     def send(self, part: Part, index: int, x: Tensor) -> Tensor:
         """The frame of tensor `index` of a micro-batch; integers and masks go as they are."""
         if not x.is_floating_point():
+            self.sent_as_is += x.nbytes
             return x.contiguous()
         channel, key = self._channel(part, index), self._key(part, index, tuple(x.shape))
         before = channel.stats.nonfinite

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.groups import world
+from thinwire.distributed.summary import Summary
 from thinwire.errors import UsageError
 from thinwire.memory.store import Key
 from thinwire.pipeline.announce import Announcement, Ids, Pair, announcement, swap_words
@@ -72,6 +73,7 @@ class Pipeline:
         self.announced: Announcement | None = None
         self.skipped = False
         self.steps, self.skips, self.healed = 0, 0, 0
+        self._resumed = 0  # of the steps, those that a loaded state had made
         self._scale = 1.0
         self._loaded: int | None = None  # warm visits when state was loaded, until samples are met again
         self._shapes = Shapes()
@@ -223,6 +225,12 @@ class Pipeline:
         """Counters of this rank: bytes each way, visits, faults."""
         return Counters.of(self.lanes(), self.steps, self.skips, self.healed)
 
+    def summary(self) -> Summary:
+        """What compression has saved on this rank so far; `print(pipe.summary())` is one line."""
+        stats = self.stats
+        sent = stats.forward_bytes + stats.backward_bytes
+        return Summary(stats.steps - self._resumed, sent, stats.raw_bytes, stats.skips)
+
     def _options(self) -> dict[str, str]:
         return {name: str(getattr(self, name)) for name in ("nonfinite", "evaluate", "plan", "overlap")}
 
@@ -240,9 +248,11 @@ class Pipeline:
             self._loaded = None
 
     def close(self) -> None:
-        """Forget all memory; files of stores are removed."""
+        """Forget all memory; files of stores are removed, and what was saved is logged."""
         for lane in self.lanes():
             lane.close()
+        if self.steps > self._resumed:
+            logger.info("stage %s: %s", ", ".join(str(stage.stage_index) for stage in self.stages), self.summary())
 
     # --- checkpoints
 
@@ -255,7 +265,9 @@ class Pipeline:
         empty: samples cold, residuals zero."""
         mine = own_part(state)
         self._handshake()
+        made = self.steps - self._resumed
         self.steps, self._scale = restore(self.stages, mine)
+        self._resumed = self.steps - made
         self._loaded = self.stats.warm
         if self.steps and any(lane.per_sample and not lane.remembers() for lane in self.lanes()):
             warnings.warn("the loaded state has no samples' memory: every sample starts cold", stacklevel=2)

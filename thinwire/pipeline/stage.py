@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from thinwire.distributed.summary import Summary
 from thinwire.pipeline.announce import Ids
 from thinwire.pipeline.framed_stage import FramedStage
 from thinwire.pipeline.pipeline import Pipeline
@@ -26,3 +27,7 @@ class CompressedStage(FramedStage):
         if self.pipeline is None:
             Pipeline([self])
         return self.pipeline.step(ids, train, **more)
+
+    def summary(self) -> Summary:
+        """What compression has saved so far, over all stages of this rank; `print(stage.summary())` is one line."""
+        return Summary(0, 0, 0) if self.pipeline is None else self.pipeline.summary()

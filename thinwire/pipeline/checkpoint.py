@@ -13,11 +13,11 @@ from torch import Tensor
 
 from thinwire.collectives.groups import world
 from thinwire.errors import UsageError
-from thinwire.pipeline.framed_stage import FramedStage
 from thinwire.pipeline.lane import Lane
+from thinwire.pipeline.planned_stage import PlannedStage
 
 
-def state_of(stages: Sequence[FramedStage], steps: int, scale: float, stores: bool) -> dict[str, Tensor]:
+def state_of(stages: Sequence[PlannedStage], steps: int, scale: float, stores: bool) -> dict[str, Tensor]:
     """This rank's: residuals, factors, counters, and with `stores` what is remembered of samples."""
     out = {"step": torch.tensor(steps), "scale": torch.tensor(scale, dtype=torch.float64)}
     for prefix, lane in _places(stages):
@@ -37,14 +37,14 @@ def own_part(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return mine
 
 
-def restore(stages: Sequence[FramedStage], mine: Mapping[str, Tensor]) -> tuple[int, float]:
+def restore(stages: Sequence[PlannedStage], mine: Mapping[str, Tensor]) -> tuple[int, float]:
     """Into the lanes of the stages, which have met; (steps, loss scale). What is missing starts empty."""
     for prefix, lane in _places(stages):
         lane.load_state_dict({n.removeprefix(prefix): v for n, v in mine.items() if n.startswith(prefix)})
     return int(mine["step"]), float(mine["scale"])
 
 
-def _places(stages: Sequence[FramedStage]) -> Iterator[tuple[str, Lane]]:
+def _places(stages: Sequence[PlannedStage]) -> Iterator[tuple[str, Lane]]:
     for stage in stages:
         for lane in stage.lanes.all():
             yield f"stage{stage.stage_index}/{lane.name}/{lane.end}/", lane

@@ -19,6 +19,7 @@ trial at AGAIN times as many steps.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -74,6 +75,11 @@ class Trial:
         """a: float[rows, …, width], the activation whose gradient will be sent back."""
         if self.on:
             self._seen[microbatch, index] = _sketch(a.detach())
+
+    def note_activations(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        """All inputs of a stage for one micro-batch; those that are not floating point have no gradient."""
+        for index, a in enumerate(x for x in tensors if x.is_floating_point()):
+            self.note_activation(microbatch, index, a)
 
     def note_message(self, microbatch: int, index: int, g: Tensor) -> None:
         """g: float[rows, …, width], which is being sent. In the shadows ĝ − g = residual before − after."""

@@ -12,7 +12,7 @@ from torch import nn
 from thinwire.config.wire import Link, Wire
 from thinwire.distributed.precompile import STEPS, example_values, precompile
 from thinwire.memory import Memory
-from thinwire.pipeline.lane import Lane, Part
+from thinwire.pipeline.lane import Lane, Message
 
 SAMPLES = (0, 1)
 
@@ -30,12 +30,12 @@ def try_link(link: Link | None, row: Sequence[int], dtype: torch.dtype) -> None:
     if link is not None and isinstance(link.memory, Memory):
         link = replace(link, memory=replace(link.memory, path=None, capacity=1.0, fixed=None))
     sender, receiver = (Lane(link, "precompiled", end, 0) for end in ("send", "recv"))
-    part = Part(0, SAMPLES, True)
+    message = Message(0, SAMPLES, True)
     for step in range(STEPS):
         for lane in (sender, receiver):
             lane.begin(step)
             lane.digests(SAMPLES)
-        receiver.recv(part, 0, sender.send(part, 0, x), x.shape, x.dtype)
+        receiver.recv(message, 0, sender.send(message, 0, x), x.shape, x.dtype)
         for lane in (sender, receiver):
             lane.resolve_checks()
             lane.end_step(keep=True)

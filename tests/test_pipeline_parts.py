@@ -147,14 +147,11 @@ def weight_errors(codec, memory, kind: str, steps: range) -> float:
     for step in range(steps.stop):
         for lane in lanes:
             lane.begin(step)
-        pairs = [
-            (
-                a,
-                g,
-                lanes[1].recv(Message(i, None, True), 0, lanes[0].send(Message(i, None, True), 0, g), g.shape, g.dtype),
-            )
-            for i, (a, g) in enumerate(scene(kind, step))
-        ]
+        pairs = []
+        for i, (a, g) in enumerate(scene(kind, step)):
+            message = Message(i, None, True)
+            frame = lanes[0].send(message, 0, g)
+            pairs.append((a, g, lanes[1].recv(message, 0, frame, g.shape, g.dtype)))
         for lane in lanes:
             lane.end_step(keep=True)
         if step in steps:
@@ -324,13 +321,13 @@ def test_a_disk_without_room_shows_before_the_first_step(tmp_path, monkeypatch):
         return store_forecast([lane], samples, (64, 100))[0]
 
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
-    assert "12.80 kB a sample" in forecast(70) and "896.00 kB for 70 samples" in forecast(70)
+    assert "12.80 kB per sample" in forecast(70) and "896.00 kB for 70 samples" in forecast(70)
     with pytest.raises(UsageError, match=r"1\.02 MB in .*, where 1\.00 MB are free"):
         forecast(80)
     assert "512.00 kB for 80 samples" in forecast(80, capacity=0.5) and "40.00 kB for 80" in forecast(
         80, capacity="40kB"
     )
-    assert "6.60 kB a sample" in forecast(80, store="int8")
+    assert "6.60 kB per sample" in forecast(80, store="int8")
 
 
 def test_nothing_grows():

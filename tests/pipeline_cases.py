@@ -665,7 +665,7 @@ def told() -> list[str]:
         run.step(*batch(8), list(range(8)))
     size = LENGTH * WIDTH * 2
     ends = len([lane for lane in run.pipe.lanes() if lane.per_sample])
-    good = len(lines) == ends and all(f"{size} B a sample" in line and "for 1000 samples" in line for line in lines)
+    good = len(lines) == ends and all(f"{size} B per sample" in line and "for 1000 samples" in line for line in lines)
     wrong = [] if good else lines or ["nothing was said"]
     before: list[str] = []
     run = Run("1F1B", 4, DELTA, samples=1000, row=(LENGTH, WIDTH), say=before.append)

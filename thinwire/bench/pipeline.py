@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.bench.pipeline_modes import MODES, Mode, predicted_bytes
-from thinwire.bench.pipeline_ranks import SCHEDULES, Setup, pretrain, time_steps, train
+from thinwire.bench.pipeline_ranks import Setup, pretrain, time_steps, train
 from thinwire.bench.pipeline_table import show, summed
 from thinwire.config.quantities import SLOWEST, parse_rate
 from thinwire.errors import UsageError
 from thinwire.lab.network import Network
+from thinwire.planner.schedule import SINGLE_STAGE
 from thinwire.terminal import progress, read_json, write_json
 
 PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.bench.pipeline_ranks")
@@ -35,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, default=4, help="stages, one a host (%(default)s)")
     parser.add_argument("--shares", default=SHARES, help="of the fp32 step on the exposed wire (%(default)s)")
     parser.add_argument("--rates", default="", help="of every host's link, instead of --shares; comma-separated")
-    parser.add_argument("--schedule", choices=list(SCHEDULES), default="1F1B", help="(%(default)s)")
+    parser.add_argument("--schedule", choices=SINGLE_STAGE, default="1F1B", help="(%(default)s)")
     parser.add_argument(
         "--only",
         default="",

@@ -24,7 +24,7 @@ from thinwire.pipeline.dropout import SampleDropout, find_dropout, seed_dropout
 from thinwire.pipeline.lane import DIRECTIONS, REFUSED, Lane, Message, is_refusal
 from thinwire.pipeline.lazy_error import AGAIN, STEPS
 from thinwire.pipeline.message_choice import Plan, critical_sends, predicate
-from thinwire.pipeline.step_plan import StagePosition, message_tag, plan_step, tensor_tag
+from thinwire.pipeline.step_plan import StagePosition, message_tag, plan_step
 from thinwire.planner.step import Send, Traffic
 
 
@@ -112,15 +112,15 @@ def test_tags_are_each_message_s_own():
     """Within a step, and against the steps before: what a failed step has posted must never match."""
     position = StagePosition(0, 4, 8, 2**31)
     tags = [
-        tensor_tag(Message(microbatch, None, True, message_tag(position, step, direction, sender, microbatch)), index)
+        Message(microbatch, None, True, message_tag(position, step, direction, sender, microbatch)).tag(index)
         for direction in DIRECTIONS for sender in range(4) for microbatch in range(8) for index in range(2)
         for step in range(300)
     ]  # fmt: skip
     assert len(set(tags)) == len(tags) and min(tags) > 0 and max(tags) < 2**31
-    assert tensor_tag(Message(0, None, True, tags[0]), 16) == 0
+    assert Message(0, None, True, tags[0]).tag(16) == 0
     for untagged in (StagePosition(0, 2048, 2048, 0), StagePosition(0, 4, 8, None)):
         message = Message(0, None, True, message_tag(untagged, 0, "forward", 0, 0))
-        assert tensor_tag(message, 0) == tensor_tag(message, 1) == 0
+        assert message.tag(0) == message.tag(1) == 0
 
 
 # --- lazy error

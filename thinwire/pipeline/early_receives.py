@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.pipeline.lane import Lane, Message
-from thinwire.pipeline.step_plan import StepPlan, tensor_tag
+from thinwire.pipeline.step_plan import StepPlan
 
 LIMIT = 256 << 20  # bytes of buffers posted at once by a stage; what is beyond is received when torch asks
 
@@ -29,12 +29,14 @@ class Receive:
 
     frame: the buffer it arrives in.
     shape, dtype: of the tensor in the frame.
+    tag: of the frame; 0: it matches by order.
     work: what to wait for, if it was posted early.
     """
 
     frame: Tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
+    tag: int
     work: dist.Work | None = None
 
 
@@ -54,10 +56,11 @@ def empty_receives(
 
     lane: where it arrives. message: which. shapes: of its tensors. likes: tensors of their dtypes and device.
     """
-    return [
-        Receive(lane.expect(message, i, shape, like), shape, like.dtype)
-        for i, (shape, like) in enumerate(zip(shapes, likes))
-    ]
+    receives = []
+    for i, (shape, like) in enumerate(zip(shapes, likes)):
+        tag = message.tag(i)
+        receives.append(Receive(lane.expect(message, i, shape, like), shape, like.dtype, tag))
+    return receives
 
 
 class EarlyReceives:
@@ -97,11 +100,10 @@ class EarlyReceives:
             total += sum(receive.frame.nbytes for receive in receives)
             if total > LIMIT:
                 return
-            tags = [tensor_tag(message, i) for i in range(len(receives))]
-            if 0 in tags:
+            if any(receive.tag == 0 for receive in receives):
                 continue
-            for receive, (peer, group), tag in zip(receives, last.peers, tags):
-                receive.work = dist.irecv(receive.frame, peer, group, tag)
+            for receive, (peer, group) in zip(receives, last.peers):
+                receive.work = dist.irecv(receive.frame, peer, group, receive.tag)
             self.posted[direction, microbatch] = receives
 
     def take(self, direction: str, microbatch: int, shapes: list[tuple[int, ...]]) -> list[Receive] | None:

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from thinwire.errors import UsageError
 from thinwire.pipeline.early_receives import Receive, empty_receives
-from thinwire.pipeline.lane import Lane, Message, is_refusal
+from thinwire.pipeline.lane import Lane, is_refusal
 from thinwire.pipeline.overlap import AHEAD, Transport
 from thinwire.pipeline.planned_stage import PlannedStage
 from thinwire.pipeline.shapes import Spec, outputs_of
-from thinwire.pipeline.step_plan import tensor_tag
 
 
 class FramedStage(PlannedStage):
@@ -96,8 +95,11 @@ class FramedStage(PlannedStage):
             with transport.on_stream(tensors):
                 transport.send([lane.send(message, i, x) for i, x in enumerate(tensors)])
             return []
-        frames = [lane.send(message, i, x) for i, x in enumerate(tensors)]
-        return _rebuilt(ops, frames, message)
+        rebuilt = []
+        for i, (op, x) in enumerate(zip(ops, tensors)):
+            tag = message.tag(i)
+            rebuilt.append(dist.P2POp(op.op, lane.send(message, i, x), op.peer, op.group, tag))
+        return rebuilt
 
     def _framed_receives(self, direction: str, chunk: int) -> list[dist.P2POp]:
         """Torch's operations that receive a micro-batch, with frames for tensors; none where that is under way."""
@@ -116,7 +118,7 @@ class FramedStage(PlannedStage):
             self._receives[direction, chunk] = early
             return []
         receives = self._expect(lane, direction, chunk, ops, shapes)
-        return _rebuilt(ops, [receive.frame for receive in receives], self.plan.incoming[direction][chunk])
+        return [dist.P2POp(op.op, r.frame, op.peer, op.group, r.tag) for op, r in zip(ops, receives)]
 
     def _post_ahead(self, transport: Transport, lane: Lane, direction: str, chunk: int) -> None:
         """Post the receives of this micro-batch and of the next, as far as their shapes are known."""
@@ -222,12 +224,4 @@ class FramedStage(PlannedStage):
         self.fwd_cache[chunk] = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in outputs), []
         for i, op in enumerate(super().get_fwd_send_ops(chunk)):
             frame = lane.refusal(message, i, tuple(op.tensor.shape), op.tensor)
-            dist.send(frame, op.peer, op.group, tensor_tag(message, i))
-
-
-def _rebuilt(ops: list[dist.P2POp], frames: list[Tensor], message: Message) -> list[dist.P2POp]:
-    """Torch's operations with frames for tensors, and tags."""
-    return [
-        dist.P2POp(op.op, frame, op.peer, op.group, tensor_tag(message, i))
-        for i, (op, frame) in enumerate(zip(ops, frames))
-    ]
+            dist.send(frame, op.peer, op.group, message.tag(i))

@@ -30,6 +30,7 @@ from thinwire.pipeline.lazy_error import Trial
 
 DIRECTIONS = ("forward", "backward")
 AS_IS = Link(Identity())
+TENSORS = 16  # of one message, at most, that have tags
 REFUSED = 255  # every byte of a refusal; a frame of a codec begins with its version
 
 
@@ -47,6 +48,10 @@ class Message:
     ids: tuple[int, ...] | None
     coded: bool
     first_tag: int = 0
+
+    def tag(self, index: int) -> int:
+        """The tag of tensor number `index`; 0: it matches by order."""
+        return self.first_tag + index if self.first_tag and index < TENSORS else 0
 
 
 class Lane:

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thinwire.pipeline.announce import Announcement
-from thinwire.pipeline.lane import DIRECTIONS, Message
+from thinwire.pipeline.lane import DIRECTIONS, TENSORS, Message
 from thinwire.pipeline.message_choice import Predicate
 
-TENSORS = 16  # of one message, at most, that have tags
 TAGS = 2**31 - 1
 STEPS_APART = 1 << 10  # the fewest steps after which a tag may come again
 
@@ -115,8 +114,3 @@ def message_tag(position: StagePosition, step: int, direction: str, sender: int,
     in_step = ((sender * len(DIRECTIONS) + DIRECTIONS.index(direction)) * position.microbatches + microbatch) * TENSORS
     steps = (TAGS - 1) // per_step
     return 1 + in_step + per_step * ((position.first_tag + step) % steps)
-
-
-def tensor_tag(message: Message, index: int) -> int:
-    """The tag of tensor number `index` of a message; 0: it matches by order."""
-    return message.first_tag + index if message.first_tag and index < TENSORS else 0

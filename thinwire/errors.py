@@ -1,5 +1,9 @@
-"""The one exception that means "you asked for something that cannot be": one line on a terminal, status 2."""
+"""The exceptions that a command shows as one line."""
 
 
 class UsageError(ValueError):
-    """A user's mistake. The message names the value and what is allowed; the command line prints it alone."""
+    """A user's mistake. The message names the value and what is allowed; the command prints it alone, status 2."""
+
+
+class RunFailed(RuntimeError):
+    """A run that could not go on: a lost rank, a full disk. The command prints the message alone, status 1."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sysconfig
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +15,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from thinwire.bench.pipeline_modes import Mode
+from thinwire.bench.pipeline_options import Setup
 from thinwire.kernels.random import derive
 from thinwire.pipeline.message_choice import Plan
 from thinwire.pipeline.pipeline import Pipeline
 from thinwire.pipeline.stage import CompressedStage
 
 VOCABULARY = 256
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Model, data and training of one run; everything follows from it and the seed."""
-
-    stages: int
-    layers: int = 1  # of one stage
-    width: int = 128
-    length: int = 64
-    rows: int = 4  # of a micro-batch
-    microbatches: int = 8
-    samples: int = 512
-    held_out: int = 128
-    epochs: int = 5
-    pretrain: int = 300  # steps in one process, before
-    rate: float = 5e-4  # learning rate of the fine-tuning; four times that before
-    schedule: str = "1F1B"
-    seed: int = 0
-
-    @property
-    def batch(self) -> int:
-        return self.rows * self.microbatches
 
 
 class Block(nn.Module):

@@ -22,8 +22,8 @@ class Counters:
 
     steps: begun. skips: training steps that were rolled back.
     healed: samples whose mirrors the two ends did not hold alike.
-    forward_bytes, backward_bytes: of frames sent by this rank, headers included.
-    raw_bytes: what the tensors in them take uncompressed.
+    forward_bytes, backward_bytes: sent by this rank: frames with their headers, and integers and masks as they are.
+    raw_bytes: what the tensors sent take uncompressed.
     cold, warm: visits of samples without and with a mirror.
     nonfinite: messages with NaN or Inf. rejected: frames that were damaged, stale or foreign.
     rollbacks: of channels.
@@ -58,9 +58,10 @@ class Counters:
 
 
 def _sum(lanes: Iterable[Lane], direction: str, field: str) -> int:
-    """Of a field of the statistics of all channels that send in a direction."""
+    """Of all that was sent in a direction; `field` is wire_bytes or raw_bytes."""
     sending = [lane for lane in lanes if lane.end == "send" and lane.name.startswith(direction)]
-    return sum(getattr(channel.stats, field) for lane in sending for _, channel in lane.channels())
+    framed = sum(getattr(channel.stats, field) for lane in sending for _, channel in lane.channels())
+    return framed + sum(lane.sent_as_is for lane in sending)
 
 
 def store_forecast(lanes: Iterable[Lane], samples: int | None, row: Sequence[int]) -> list[str]:

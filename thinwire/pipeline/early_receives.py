@@ -46,7 +46,7 @@ class LastReceive:
 
     peers: list[tuple[int, Any]]  # (global rank, group)
     shapes: list[tuple[int, ...]]
-    likes: list[Tensor]  # torch's buffers, for dtype and device
+    likes: list[Tensor]  # empty ones, for dtype and device
 
 
 def empty_receives(
@@ -84,7 +84,8 @@ class EarlyReceives:
             self.rows = rows
         if rows is not None and ops and ops[0].tensor.device.type == "cpu":
             peers = [(op.peer, op.group) for op in ops]
-            self.known[direction, microbatch] = LastReceive(peers, shapes, [op.tensor for op in ops])
+            likes = [op.tensor.new_empty(0) for op in ops]
+            self.known[direction, microbatch] = LastReceive(peers, shapes, likes)
 
     def post(self, plan: StepPlan, lanes: Mapping[str, Lane]) -> None:
         """Post the step's receives as far as `LIMIT` goes, where its rows are those of the step before.

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.groups import whole
 from thinwire.errors import UsageError
 from thinwire.pipeline.early_receives import Receive, empty_receives
 from thinwire.pipeline.lane import Lane, is_refusal
 from thinwire.pipeline.overlap import AHEAD, Transport
 from thinwire.pipeline.planned_stage import PlannedStage
 from thinwire.pipeline.shapes import Spec, outputs_of
+from thinwire.pipeline.step_plan import StepPlan
 
 
 class FramedStage(PlannedStage):
@@ -40,23 +42,28 @@ class FramedStage(PlannedStage):
                 f"stage {self.stage_index}: schedule.step was called outside its bracket: write "
                 "`with stage.step(ids=…): schedule.step(…)` (Pipeline.step for several stages on a rank)"
             )
+        if self.announced is not None:
+            self.give_up_buffers()
         self._receives.clear()
         self._sent.clear()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        ops = super().get_fwd_send_ops(fwd_chunk_id)
-        outputs = self.fwd_cache[fwd_chunk_id][0]
-        self._sent[fwd_chunk_id] = [((tuple(o.shape), o.dtype), o.requires_grad) for o in outputs]
-        return self._framed_sends(ops, "forward", fwd_chunk_id)
+        return self._framed_sends(super().get_fwd_send_ops(fwd_chunk_id), "forward", fwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._framed_receives("forward", fwd_chunk_id)
+        lane = self.lanes.incoming.get("forward")
+        if lane is None or self.plan is None:
+            return super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._framed_receives(lane, self.plan, "forward", fwd_chunk_id)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return self._framed_sends(super().get_bwd_send_ops(bwd_chunk_id), "backward", bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._framed_receives("backward", bwd_chunk_id)
+        lane = self.lanes.incoming.get("backward")
+        if lane is None or self.plan is None or not self.has_backward:
+            return super().get_bwd_recv_ops(bwd_chunk_id)
+        return self._framed_receives(lane, self.plan, "backward", bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, *more: Any, **kwargs: Any) -> Any:
         self._current = fwd_chunk_id
@@ -68,7 +75,11 @@ class FramedStage(PlannedStage):
                 gradient_lane.trial.note_activations(fwd_chunk_id, tensors)
         elif self.is_first and args:
             self._check_batch(args, fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, args, *more, **kwargs)
+        output = super().forward_one_chunk(fwd_chunk_id, args, *more, **kwargs)
+        if not self.is_last:
+            outputs = output if isinstance(output, (tuple, list)) else (output,)
+            self._sent[fwd_chunk_id] = [((tuple(o.shape), o.dtype), o.requires_grad) for o in outputs]
+        return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._current = bwd_chunk_id
@@ -101,18 +112,15 @@ class FramedStage(PlannedStage):
             rebuilt.append(dist.P2POp(op.op, lane.send(message, i, x), op.peer, op.group, tag))
         return rebuilt
 
-    def _framed_receives(self, direction: str, chunk: int) -> list[dist.P2POp]:
+    def _framed_receives(self, lane: Lane, plan: StepPlan, direction: str, chunk: int) -> list[dist.P2POp]:
         """Torch's operations that receive a micro-batch, with frames for tensors; none where that is under way."""
         ops, shapes = self._incoming(direction, chunk)
-        lane = self.lanes.incoming.get(direction)
-        if lane is None or self.plan is None or (direction == "backward" and not self.has_backward):
-            return ops
         transport = self.transports.get((direction, "in"))
         if transport is not None:
             self._post_ahead(transport, lane, direction, chunk)
             return []
-        if self.plan.train:
-            self.early.note(direction, chunk, ops, shapes, self.plan.rows)
+        if plan.train:
+            self.early.note(direction, chunk, ops, shapes, plan.rows)
         early = self.early.take(direction, chunk, shapes)
         if early is not None:
             self._receives[direction, chunk] = early
@@ -130,12 +138,11 @@ class FramedStage(PlannedStage):
                 transport.post(following, [receive.frame for receive in receives])
 
     def _incoming(self, direction: str, chunk: int) -> tuple[list[dist.P2POp], list[tuple[int, ...]]]:
-        """Torch's own operations that receive a micro-batch, and the shapes that will arrive."""
+        """Torch's own operations that would receive a micro-batch, and the shapes that will arrive."""
+        ops = self.would_receive(direction, chunk)
         if direction == "backward":
-            shapes = [spec[0] for spec, needed in self._sent.get(chunk, ()) if needed]
-            return super().get_bwd_recv_ops(chunk), shapes
-        ops = super().get_fwd_recv_ops(chunk)
-        shapes = []
+            return ops, [spec[0] for spec, needed in self._sent.get(chunk, ()) if needed]
+        shapes: list[tuple[int, ...]] = []
         for i, op in enumerate(ops):
             rows, *row = op.tensor.shape
             if self.plan is not None and self.plan.rows is not None:
@@ -219,9 +226,11 @@ class FramedStage(PlannedStage):
         self.owner.raise_on_all_ranks(wrong)
 
     def _send_refusal(self, lane: Lane, chunk: int, outputs: list[Spec]) -> None:
+        """Refuse the batch towards the next stage, in a message of the size that it waits for."""
         assert self.plan is not None
         message = self.plan.outgoing["forward"][chunk]
-        self.fwd_cache[chunk] = tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in outputs), []
-        for i, op in enumerate(super().get_fwd_send_ops(chunk)):
-            frame = lane.refusal(message, i, tuple(op.tensor.shape), op.tensor)
-            dist.send(frame, op.peer, op.group, message.tag(i))
+        following = self.stage_index + 1
+        peer = dist.get_process_group_ranks(whole(self.group))[self.rank_of[following]]
+        for i, (shape, dtype) in enumerate(outputs):
+            frame = lane.refusal(message, i, shape, torch.empty(0, dtype=dtype))
+            dist.send(frame, peer, self.group_towards(following), message.tag(i))

@@ -76,6 +76,7 @@ class Lane:
         self.exact: dict[int, Channel] = {}
         self.step: int | None = None
         self.faults: list[str] = []
+        self.sent_as_is = 0  # bytes of integers and masks, which no channel counts
         self._lost: list[tuple[Channel, Key]] = []
         self._channel(0, coded=True)  # an impossible codec or path raises here, before the first step
 
@@ -96,6 +97,7 @@ class Lane:
     def send(self, message: Message, index: int, x: Tensor) -> Tensor:
         """The frame of `x`, tensor number `index` of a message; integers and masks are sent as they are."""
         if not x.is_floating_point():
+            self.sent_as_is += x.nbytes
             return x.contiguous()
         channel = self._channel(index, message.coded)
         key = self._key(message, index, tuple(x.shape))

@@ -26,6 +26,7 @@ from torch import Tensor
 from thinwire.collectives.groups import subgroup, whole, world
 from thinwire.errors import UsageError
 from thinwire.pipeline.lane import DIRECTIONS
+from thinwire.torch_private.pipelining import only_stage, pretend_stages
 
 AHEAD = 2  # micro-batches whose receives are posted at a time: the one asked for, and the next
 
@@ -180,7 +181,7 @@ def run_ahead(schedule: Any, depth: int = 2) -> None:
     twice the activations. Where they are about equal, depth 3 is 3 % faster, since the two directions share a link
     (docs/gpu.md).
     """
-    if depth < 1 or not hasattr(schedule, "_stage"):
+    stage = only_stage(schedule)
+    if depth < 1 or stage is None:
         raise UsageError(f"run_ahead takes a 1F1B schedule of one stage and a depth from 1, not {schedule}, {depth}")
-    stage = schedule._stage
-    schedule._num_stages = stage.stage_index + depth * (stage.num_stages - 1 - stage.stage_index) + 1
+    pretend_stages(schedule, stage.stage_index + depth * (stage.num_stages - 1 - stage.stage_index) + 1)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.groups import world
+from thinwire.distributed.summary import Summary
 from thinwire.errors import UsageError
 from thinwire.pipeline.announce import Announcement, Ids, announcement
 from thinwire.pipeline.checkpoint import own_part, restore, state_of
@@ -84,6 +85,7 @@ class Pipeline:
         self.steps = 0
         self.skips = 0
         self.healed = 0
+        self._resumed = 0  # of the steps, those that a loaded state had made
         self._scale = 1.0
         self._shapes: Shapes | None = None
         self._prefetch = Prefetch()
@@ -239,6 +241,12 @@ class Pipeline:
         """Counters of this rank: bytes in each direction, visits, faults."""
         return Counters.of(self.lanes(), self.steps, self.skips, self.healed)
 
+    def summary(self) -> Summary:
+        """What compression has saved on this rank so far; `print(pipe.summary())` is one line."""
+        stats = self.stats
+        sent = stats.forward_bytes + stats.backward_bytes
+        return Summary(stats.steps - self._resumed, sent, stats.raw_bytes, stats.skips)
+
     def _options(self) -> dict[str, str]:
         """What has to be equal on all ranks, in words."""
         return {
@@ -259,9 +267,11 @@ class Pipeline:
             self._warm_when_loaded = None
 
     def close(self) -> None:
-        """Forget all memory; files of stores are removed."""
+        """Forget all memory; files of stores are removed, and what was saved is logged."""
         for lane in self.lanes():
             lane.close()
+        if self.steps > self._resumed:
+            logger.info("stage %s: %s", ", ".join(str(stage.stage_index) for stage in self.stages), self.summary())
 
     # --- checkpoints
 
@@ -274,7 +284,9 @@ class Pipeline:
         missing starts empty: samples cold, residuals zero."""
         own = own_part(state)
         self._handshake()
+        made = self.steps - self._resumed
         self.steps, self._scale = restore(self.stages, own)
+        self._resumed = self.steps - made
         self._warm_when_loaded = self.stats.warm
         if self.steps and any(lane.per_sample and not lane.remembers() for lane in self.lanes()):
             warnings.warn("the loaded state has no samples' memory: every sample starts cold", stacklevel=2)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
 from thinwire.config.wire import Wire
 from thinwire.errors import UsageError
@@ -24,6 +23,7 @@ from thinwire.pipeline.message_choice import MessageChoice, Predicate
 from thinwire.pipeline.overlap import Transport
 from thinwire.pipeline.shapes import Spec, in_words
 from thinwire.pipeline.step_plan import StagePosition, StepPlan, plan_step
+from thinwire.torch_private.pipelining import OpenStage
 
 DROPOUT = ("warn", "seed", "ignore")
 
@@ -66,7 +66,7 @@ class Connections:
     rank_of: dict[int, int]
 
 
-class PlannedStage(PipelineStage):
+class PlannedStage(OpenStage):
     """What a Pipeline drives; its arguments are CompressedStage's."""
 
     def __init__(
@@ -153,9 +153,9 @@ class PlannedStage(PipelineStage):
             position = StagePosition(self.stage_index, self.num_stages, self.microbatches, first_tag)
             self.plan = plan_step(self.announced, position, self._coded, self.predicates)
 
-    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        self.microbatches = num_microbatches
+    def before_shapes(self, microbatches: int) -> None:
+        """Called before torch looks at the shapes of a batch of so many micro-batches."""
+        self.microbatches = microbatches
         self.batch_inputs = {}  # torch looks at the shapes anew
         self._set_predicates()
         self._plan_step()
-        return super()._prepare_forward_infra(num_microbatches, *args, **kwargs)

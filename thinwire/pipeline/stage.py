@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from thinwire.distributed.summary import Summary
 from thinwire.pipeline.announce import Ids
 from thinwire.pipeline.framed_stage import FramedStage
 from thinwire.pipeline.pipeline import Pipeline
@@ -26,6 +27,13 @@ class CompressedStage(FramedStage):
 
     def step(self, ids: Ids | None = None, train: bool = True, **more: Any) -> AbstractContextManager[Pipeline]:
         """Bracket one `schedule.step` or `schedule.eval`; ids, train and the others are those of Pipeline.step."""
-        owner = Pipeline([self]) if self.owner is None else self.owner
-        assert isinstance(owner, Pipeline)
-        return owner.step(ids, train, **more)
+        pipeline = self._pipeline() or Pipeline([self])
+        return pipeline.step(ids, train, **more)
+
+    def summary(self) -> Summary:
+        """What compression has saved so far, over all stages of this rank; `print(stage.summary())` is one line."""
+        pipeline = self._pipeline()
+        return Summary(0, 0, 0) if pipeline is None else pipeline.summary()
+
+    def _pipeline(self) -> Pipeline | None:
+        return self.owner if isinstance(self.owner, Pipeline) else None

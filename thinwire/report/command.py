@@ -10,8 +10,7 @@ from typing import Any
 
 from thinwire.config.quantities import parse_rate, show_bytes
 from thinwire.errors import UsageError
-from thinwire.planner import figures as planner_figures
-from thinwire.report import page
+from thinwire.installed import check_figures
 from thinwire.report.runs import Run, read_runs
 from thinwire.report.summary import Summary, summarise
 from thinwire.report.timeline import simulated
@@ -41,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
     if out.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--out {args.out}: the page's name must end in .html")
     parse_rate(args.rate, "--rate")
-    document = report(read_runs(args.runs), out, args.rate)
+    runs = read_runs(args.runs)
+    check_figures("the page")
+    document = report(runs, out, args.rate)
     write_json(args.json, document)
     print(f"page: {out}")
     return 0
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
 
 def report(runs: Sequence[Run], out: Path, rate: str | None = None) -> dict[str, Any]:
     """Write the page and its figures, print the table; the numbers as a document."""
+    from thinwire.report import page
+
     summary = summarise(runs)
     with progress("report", len(page.SECTIONS) + len(runs)) as advance:
         drawn = page.draw(runs, summary)
@@ -74,7 +77,9 @@ def _timeline(
         result = simulated(run, measured_at=rate)
     except UsageError as error:
         return ("", run.name, f"No timeline: {error}."), {"why_not": str(error)}
-    drawn[name] = planner_figures.timeline(result, f"{run.name}: {result.makespan:.3g} s a step")
+    from thinwire.planner import figures
+
+    drawn[name] = figures.timeline(result, f"{run.name}: {result.makespan:.3g} s a step")
     spent = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in result.spent.items())
     words = (
         f"One pipeline, a band a rank: above what it computes, below what its port sends; outlined in black what the "
@@ -94,6 +99,8 @@ def _write(files: dict[Path, bytes]) -> None:
 
 
 def _show(summary: Summary) -> None:
+    from thinwire.report import page
+
     target = "–" if summary.target is None else f"{summary.target:.4g}"
     columns = ("run", "steps", "seconds", "held-out", f"s to {target}", "speed-up", "sent", "fewer than fp32")
     rows = [

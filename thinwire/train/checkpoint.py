@@ -1,10 +1,11 @@
 """Checkpoints by torch.distributed.checkpoint: flat names, whole or not at all, the last K kept.
 
     out/checkpoints/step-00000100/      one folder, where all ranks see it
-    out/checkpoints/step-00000100/rank-3/    one a rank, where machines share no folder
+    out/checkpoints/step-00000100/rank-3/    one per rank, where machines share no folder
 
 Names that all replicas have alike (model/…, optim/…) are stored once; what is a rank's own has its rank in the name.
-A folder is written under another name and renamed when every rank is done, so what has its name is whole.
+A folder is written under another name, its files are listed with their checksums, and it is renamed when every rank is
+done: what has its name is whole, and what has changed since is found before anything is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from thinwire.errors import UsageError
+from thinwire.distributed.checkpoint_files import METADATA, CheckpointReader, find_damage, write_checksums
+from thinwire.distributed.values import broadcast_json, gather_json
+from thinwire.errors import RunFailed, UsageError
 
 CHECKPOINTS, PREFIX, UNFINISHED = "checkpoints", "step-", ".part"
 
@@ -65,8 +68,16 @@ class Checkpoints:
         if self._leads and part.exists():
             shutil.rmtree(part)
         self._barrier()
-        with _meant():
-            dcp.save(dict(state), checkpoint_id=mine, no_dist=not self.shared or self.size == 1)
+        try:
+            with _meant():
+                dcp.save(dict(state), checkpoint_id=mine, no_dist=not self.shared or self.size == 1)
+        except CheckpointException as error:
+            reasons = [one for one, _ in error.failures.values() if isinstance(one, OSError)]
+            if not reasons:
+                raise
+            raise RunFailed(f"cannot write the checkpoint {target}: {reasons[0].strerror}") from error
+        self._barrier()
+        self._list_checksums(mine)
         self._barrier()
         if self._leads:
             if target.exists():
@@ -82,21 +93,29 @@ class Checkpoints:
         found = whole(self.folder)
         return found[-1] if found else None
 
-    def agreed_newest(self) -> Path | None:
-        """The newest that all ranks have: machines that share no folder may have been stopped at different moments."""
+    def newest_sound(self, say: Callable[[str], None]) -> Path | None:
+        """The newest that all ranks have and in which no file has changed since it was written; None: there is none.
+
+        Machines that share no folder may have been stopped at different moments. `say` is told of damaged ones.
+        UsageError where there are checkpoints and all of them are damaged.
+        """
         mine = [int(p.name.removeprefix(PREFIX)) for p in whole(self.folder)]
-        everyone: list[list[int]] = [mine]
-        if self.size > 1:
-            everyone = [[] for _ in range(self.size)]
-            dist.all_gather_object(everyone, mine)
-        common = set(mine).intersection(*everyone)
-        return self.folder / f"{PREFIX}{max(common):08d}" if common else None
+        common = set(mine).intersection(*gather_json(mine))
+        for step in sorted(common, reverse=True):
+            path = self.folder / f"{PREFIX}{step:08d}"
+            damage = next((found for found in gather_json(self._damage(path)) if found is not None), None)
+            if damage is None:
+                return path
+            say(f"{path} is damaged and is left out: {damage}")
+        if common:
+            raise UsageError(f"every checkpoint in {self.folder} is damaged: take another [run] out to begin anew")
+        return None
 
     def read(self, path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
         """The tensors whose names are wanted, from one folder or from this rank's."""
         own = path / f"rank-{self.rank}"
         try:
-            reader = dcp.FileSystemReader(own if own.exists() else path)
+            reader = CheckpointReader(own if own.exists() else path)
             known = reader.read_metadata().state_dict_metadata
             out = {
                 name: torch.empty(about.size, dtype=about.properties.dtype)
@@ -105,6 +124,8 @@ class Checkpoints:
             }
             with _meant():
                 dcp.load(out, storage_reader=reader, no_dist=True)
+        except UsageError:
+            raise
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             reason = str(error).strip().splitlines()  # a traceback, where torch has wrapped it
             raise UsageError(
@@ -114,6 +135,21 @@ class Checkpoints:
         return out
 
     # --- inside
+
+    def _list_checksums(self, folder: Path) -> None:
+        """Of the files that this rank has written: torch names them by rank, and the metadata is rank 0's."""
+        if not self.shared or self.size == 1:
+            write_checksums(folder, [file for file in folder.iterdir() if file.is_file()], 0, 1)
+            return
+        mine = list(folder.glob(f"__{self.rank}_*"))
+        write_checksums(folder, [*mine, *([folder / METADATA] if self.rank == 0 else [])], self.rank, self.size)
+
+    def _damage(self, path: Path) -> str | None:
+        """What this rank finds wrong. Where all see the files, each looks at some of them."""
+        own = path / f"rank-{self.rank}"
+        if own.exists():
+            return find_damage(own)
+        return find_damage(path, self.rank, self.size) if self.shared else find_damage(path)
 
     @property
     def _leads(self) -> bool:
@@ -129,9 +165,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.size == 1:
             return True
-        token = [os.urandom(8).hex() if self.rank == 0 else ""]
-        dist.broadcast_object_list(token)
-        mark = self.folder / f".seen-{token[0]}"
+        mark = self.folder / f".seen-{broadcast_json(os.urandom(8).hex())}"
         if self.rank == 0:
             mark.touch()
         dist.barrier()

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from thinwire.config.presets import PRESETS
+from thinwire.config.presets import PRESETS, written_out
 from thinwire.errors import UsageError
+from thinwire.installed import check_training
 from thinwire.train.config.sections import MeshConfig, TrainConfig, init_text, load
-from thinwire.train.installed import check_installed
+from thinwire.train.folder_lock import locked
 
 INTERRUPTED = 130  # the exit status of what Ctrl-C ended
 
@@ -52,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> TrainConfig:
     config = load(args.config)
-    check_installed(config.model.lora is not None)
+    written_out(config.wire)  # a preset or a section that does not exist
+    check_training(config.model.lora is not None)
     if args.out:
         config = replace(config, run=replace(config.run, out=args.out))
     if args.wire:
@@ -72,6 +75,11 @@ def _check_ranks(mesh: MeshConfig, started: int, remedy: str) -> None:
 
 
 def _local(config: TrainConfig, args: argparse.Namespace) -> int:
+    with locked(config.run.out):
+        return _train_local(config, args)
+
+
+def _train_local(config: TrainConfig, args: argparse.Namespace) -> int:
     from thinwire.train.local import train_local
     from thinwire.train.rank import record
     from thinwire.train.show import closing
@@ -85,7 +93,8 @@ def _local(config: TrainConfig, args: argparse.Namespace) -> int:
             config, rate=args.rate, latency=args.latency, resume=args.resume, timeout=args.timeout, stop=stop
         )
     if not any(event["kind"] == "end" for event in events):
-        print(f"stopped at step {events[-1]['step']}, with a checkpoint: go on with --resume")
+        done = max((event["step"] for event in events), default=0)
+        print(f"stopped at step {done}, with a checkpoint: go on with --resume")
         return INTERRUPTED
     print(closing(config.run.out, events))
     return 0
@@ -114,7 +123,8 @@ def _rank(config: TrainConfig, args: argparse.Namespace) -> int:
     from thinwire.train.rank import record, train_rank
 
     resume = args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun --max-restarts
-    if rank == 0:
-        record(config, args.config, resume)
     alone, local = "WORLD_SIZE" not in os.environ, int(os.environ.get("LOCAL_RANK", 0))
-    return train_rank(config, resume, local_rank=local, alone=alone)
+    with locked(config.run.out) if rank == 0 else nullcontext():
+        if rank == 0:
+            record(config, args.config, resume)
+        return train_rank(config, resume, local_rank=local, alone=alone)

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.config.quantities import parse_rate
-from thinwire.errors import UsageError
+from thinwire.errors import RunFailed, UsageError
 from thinwire.lab import Job, Network, RankFailed, check
 from thinwire.terminal import progress
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.metrics import METRICS, read_events
-from thinwire.train.rank import train_rank
 from thinwire.train.show import describe
 from thinwire.train.stop import StopRequest
 
 PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.rank")
 WATCH = 0.5
-MISTAKE, SAYS = 2, "thinwire: "  # a rank's exit status and line where it was given something wrong, as the command's
+FAILED, MISTAKE, SAYS = 1, 2, "thinwire: "  # a rank's exit statuses, and how its last line begins: as the command's
 
 
 def train_local(
@@ -38,12 +37,14 @@ def train_local(
 
 
 def _train(config: TrainConfig, resume: bool, rate: float | None) -> int:
-    """In the rank: a mistake is its last line, and its status says so."""
+    """In the rank: what went wrong is its last line, and its status says so."""
+    from thinwire.train.rank import train_rank
+
     try:
         return train_rank(config, resume, rate=rate, show=False)
-    except UsageError as error:
+    except (UsageError, RunFailed) as error:
         print(f"{SAYS}{error}", file=sys.stderr)
-        raise SystemExit(MISTAKE) from None
+        raise SystemExit(MISTAKE if isinstance(error, UsageError) else FAILED) from None
 
 
 def _watched(
@@ -96,9 +97,12 @@ def _check_end(job: Job, asked: bool) -> None:
     except RankFailed as failed:
         if asked:
             raise KeyboardInterrupt from None
-        said = [line.removeprefix(SAYS) for line in failed.output if line.startswith(SAYS)]
+        lines = [line for seat in job.seats for line in job.output(seat.rank)]
+        said = [line.removeprefix(SAYS) for line in lines if line.startswith(SAYS)]
         if failed.status == MISTAKE and said:
             raise UsageError(said[-1]) from None
+        if said:
+            raise RunFailed(f"{said[0]}; go on with --resume") from None
         raise
 
 

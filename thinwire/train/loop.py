@@ -47,10 +47,10 @@ class Trainer:
         self.notes: list[str] = []  # from before there are metrics
         checked = checked or check(config)
         self.checkpoints = Checkpoints(self.out / CHECKPOINTS, config.run.keep, local_rank)
-        found = self.checkpoints.agreed_newest()
+        found = self.checkpoints.newest_sound(self._note)
         if found is not None:
             refuse_second_run(self.out, resume)
-        kept = None if found is None else self.checkpoints.read(found, DECISION.__eq__).get(DECISION)
+        kept = None if found is None else self.checkpoints.read(found, lambda name: name == DECISION).get(DECISION)
         self.parts: Parts = build(config, checked, self._note, kept)
         self.step, self.seconds, self.stop = 0, 0.0, StopRequest(loud=self.rank == 0)
         self.totals = Totals(self.parts.engine, self.parts.update, config.mesh.dp * config.mesh.tp)

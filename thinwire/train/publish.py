@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
+from thinwire.distributed.values import tensors_on_first
 from thinwire.train.build import Parts
 from thinwire.train.model.export import export_weights, write_adapter, write_index, write_shard
 
@@ -37,7 +39,12 @@ def publish(parts: Parts, folder: str | Path, shared: bool) -> Path:
     return target
 
 
-def _to_first(mine: dict[int, Any]) -> dict[int, Any]:
-    everyone: list[dict[int, Any]] | None = [{} for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.gather_object(mine, everyone)
-    return {index: weights for part in everyone or [] for index, weights in part.items()}
+def _to_first(mine: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+    """Every stage's weights on rank 0; nothing elsewhere."""
+    named = {f"{index} {name}": weight for index, weights in mine.items() for name, weight in weights.items()}
+    out: dict[int, dict[str, Tensor]] = {}
+    for part in tensors_on_first(named):
+        for key, weight in part.items():
+            index, _, name = key.partition(" ")
+            out.setdefault(int(index), {})[name] = weight
+    return out

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import UsageError
+from thinwire.errors import RunFailed, UsageError
 from thinwire.terminal import progress
+from thinwire.torch_private.groups import default_store
 from thinwire.train.build import check
 from thinwire.train.checkpoint import refuse_second_run
 from thinwire.train.config.sections import TrainConfig
@@ -27,7 +28,7 @@ from thinwire.train.metrics import METRICS, read_events
 from thinwire.train.show import closing, describe
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on a card, what is small and on the host still takes Gloo
-BEAT, SILENCE = 1.0, 5.0  # seconds between signs of life, and without one after which a rank counts as lost
+BEAT, SILENCE = 1.0, 5.0  # seconds between heartbeats, and without one after which a rank counts as lost
 
 
 def train_rank(
@@ -40,9 +41,11 @@ def train_rank(
     rate: float | None = None,
     show: bool = True,
 ) -> int:
-    """Train as this rank of torchrun's (or the lab's) world; 0 at the end, 1 where another rank was lost.
+    """Train as this rank of torchrun's (or the lab's) world; 0 at the end. RunFailed, in one line, where the run
+    cannot go on: another rank was lost, or a disk is full.
 
-    `show`: progress on rank 0, and at the end what was sent and saved."""
+    patience: seconds that this rank waits for the others. show: progress on rank 0, and at the end what was sent and
+    saved."""
     checked, limit, backend = check(config), timedelta(seconds=patience), BACKENDS[config.run.device]
     if config.run.device == "cuda":
         take_card(local_rank)
@@ -50,23 +53,36 @@ def train_rank(
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     else:
         join(backend, limit)
-    signs = Heartbeat()
+    heartbeat = Heartbeat()
     try:
         trainer = Trainer(config, resume=resume, local_rank=local_rank, say=_say, rate=rate, checked=checked)
         if show and trainer.rank == 0:
             _fit_shown(trainer)
         else:
             trainer.fit()
-    except (RuntimeError, ConnectionError) as error:
-        lost = signs.lost()
-        if not lost:
+    except OSError as error:
+        if error.errno is None:
             raise
-        _say(f"thinwire: lost rank {', '.join(map(str, lost))}: {str(error).splitlines()[0]}")
-        return 1
+        raise RunFailed(f"rank {dist.get_rank()}: {error.filename or config.run.out}: {error.strerror}") from error
+    except (RuntimeError, ConnectionError) as error:
+        if isinstance(error, RunFailed):
+            raise
+        lost = heartbeat.lost()
+        if not lost and not _is_broken_connection(error):
+            raise
+        who = f"lost rank {', '.join(map(str, lost))}" if lost else f"rank {dist.get_rank()} lost its connections"
+        raise RunFailed(f"{who}: {str(error).splitlines()[0]}") from error
     finally:
-        signs.close()
+        heartbeat.close()
     dist.destroy_process_group()
     return 0
+
+
+def _is_broken_connection(error: Exception) -> bool:
+    """Gloo and the store tell it by RuntimeErrors; what a fault of the program's own says is none of these."""
+    said = str(error).lower()
+    known = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout")
+    return isinstance(error, (ConnectionError, dist.DistNetworkError)) or any(words in said for words in known)
 
 
 def _fit_shown(trainer: Trainer) -> None:
@@ -119,29 +135,39 @@ def take_card(local_rank: int) -> None:
 
 
 class Heartbeat:
-    """Every rank's sign of life in the rendezvous store, a second apart: who is silent when something breaks?"""
+    """Every rank counts up in the rendezvous store, once per second: who is silent when something breaks?"""
 
     def __init__(self) -> None:
-        self.store: Any = dist.PrefixStore("thinwire/alive", dist.distributed_c10d._get_default_store())
+        self.store: Any = dist.PrefixStore("thinwire/alive", default_store())
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._beat, daemon=True)
         self.thread.start()
 
     def lost(self) -> list[int]:
-        """Ranks whose sign stands still for a while; rank 0, which keeps the store, where that is gone."""
-        try:
-            before = self._signs()
-            time.sleep(SILENCE)
-            after = self._signs()
-        except (RuntimeError, ConnectionError):
-            return [0]
+        """Ranks whose count stands still for a while; rank 0, which keeps the store, where that does not answer.
+
+        The store is asked in a thread that is not waited for longer than that: a store behind a dead link blocks.
+        """
+        answers: list[list[int]] = []
+        asking = threading.Thread(target=self._ask_twice, args=(answers,), daemon=True)
+        asking.start()
+        asking.join(3 * SILENCE)
+        if len(answers) < 2:
+            return [0] if self.rank else []
+        before, after = answers
         return [rank for rank in range(self.size) if rank != self.rank and before[rank] == after[rank]]
+
+    def _ask_twice(self, answers: list[list[int]]) -> None:
+        with suppress(RuntimeError, ConnectionError):
+            answers.append(self._counts())
+            time.sleep(SILENCE)
+            answers.append(self._counts())
 
     def close(self) -> None:
         self.stop.set()
 
-    def _signs(self) -> list[int]:
+    def _counts(self) -> list[int]:
         return [self.store.add(str(rank), 0) for rank in range(self.size)]
 
     def _beat(self) -> None:
@@ -155,14 +181,10 @@ def _say(line: str) -> None:
 
 
 def record(config: TrainConfig, given: str, resume: bool = False) -> None:
-    """The configuration beside the results: as it was given, and as it was understood. A folder that holds another
-    run is refused before anything in it is changed."""
+    """Write the configuration beside the results, as it was given and as it was understood, into a folder that is
+    there. One that holds another run is refused before anything in it is changed."""
     out = Path(config.run.out)
     refuse_second_run(out, resume)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"[run] out = {config.run.out!r}: cannot make that folder: {error.strerror}") from None
     if Path(given).resolve() != (out / "run.toml").resolve():
         shutil.copyfile(given, out / "run.toml")
     (out / "config.json").write_text(json.dumps(asdict(config), indent=2) + "\n")

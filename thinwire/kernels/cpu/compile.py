@@ -2,15 +2,19 @@
 
 The default "workqueue" layer aborts when two threads call kernels at once (a communication thread and autograd
 do). The cache lives beside the package, or, where that cannot be written, in the user's cache folder or a
-temporary one: a read-only install still works.
+temporary one: a read-only install still works. A folder that others can write to is not used (`is_ours`); where nothing
+else is left, kernels are compiled anew in every process.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import hashlib
 import os
+import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -40,12 +44,27 @@ def _cache_directory() -> str:
     temporary = Path(tempfile.gettempdir()) / f"thinwire-{os.getuid()}"
     for folder in (here / "__pycache__", Path.home() / ".cache" / "thinwire", temporary):
         try:
-            (folder / name).mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (folder / name).mkdir(mode=0o700, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder / name):
-                return str(folder / name)
+                pass
         except OSError:
             continue
-    raise OSError("no writable folder for compiled kernels: make the home or the temporary folder writable")
+        if is_ours(folder) and is_ours(folder / name):
+            return str(folder / name)
+    folder = Path(tempfile.mkdtemp(prefix="thinwire-"))  # for this process alone
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return str(folder)
+
+
+def is_ours(folder: Path) -> bool:
+    """May code be loaded from this folder? Numba's cache is a pickle: whoever can write there runs code as us.
+
+    The folder is no link, belongs to this user or to root, and nobody else can write to it.
+    """
+    about = folder.lstat()
+    others_write = about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(about.st_mode) and about.st_uid in (0, os.getuid()) and not others_write
 
 
 numba.config.THREADING_LAYER = "omp"

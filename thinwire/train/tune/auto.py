@@ -21,6 +21,7 @@ from thinwire.config.presets import PRESETS, written_out
 from thinwire.config.quantities import show_rate
 from thinwire.config.stages import SLACK
 from thinwire.config.wire import Wire
+from thinwire.distributed.values import broadcast_json
 from thinwire.errors import UsageError
 from thinwire.planner.critical import choose_by, mixed
 from thinwire.planner.mildest import mildest
@@ -87,10 +88,9 @@ def decide(
     if found is not None and found.run == _run(config):
         return found
     measured = measure(config, forms(config, wire), mesh, stages, named)
-    told: list[Any] = [decision(config, wire, rungs(config), measured) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told)
-    say(describe(told[0]))
-    chosen: Decision = told[0]
+    made = decision(config, wire, rungs(config), measured) if dist.get_rank() == 0 else None
+    chosen = Decision(**broadcast_json(None if made is None else asdict(made)))
+    say(describe(chosen))
     return chosen
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thinwire.distributed.values import broadcast_json
 from thinwire.errors import UsageError
 from thinwire.train.checkpoint import CHECKPOINTS, whole
 from thinwire.train.config.sections import TrainConfig
@@ -34,13 +35,13 @@ def cut_by_time(config: TrainConfig, blueprint: Blueprint, say: Callable[[str], 
     """The blueprint with its layers cut by rank 0's seconds, or as the run was cut when it began."""
     if config.mesh.split != "time" or blueprint.stages == 1:
         return blueprint
-    costs: list[list[float]] = [[]]
+    costs: list[float] = []
     if dist.get_rank() == 0:
-        costs = [_known(Path(config.run.out), blueprint) or _measure(config, blueprint)]
-        _keep(Path(config.run.out), costs[0])
-    dist.broadcast_object_list(costs)
-    layers = split_layers(costs[0], blueprint.stages)
-    shown = ", ".join(f"{1e3 * seconds:.3g}" for seconds in costs[0])
+        costs = _known(Path(config.run.out), blueprint) or _measure(config, blueprint)
+        _keep(Path(config.run.out), costs)
+    costs = broadcast_json(costs)
+    layers = split_layers(costs, blueprint.stages)
+    shown = ", ".join(f"{1e3 * seconds:.3g}" for seconds in costs)
     say(f"layers cut by time, {'+'.join(str(len(run)) for run in layers)}: {shown} ms for embedding, layers and head")
     return replace(blueprint, layers=layers)
 
@@ -96,7 +97,10 @@ def _known(out: Path, blueprint: Blueprint) -> list[float] | None:
     file = out / FILE
     if not file.exists() or not whole(out / CHECKPOINTS):
         return None
-    costs = [float(seconds) for seconds in json.loads(file.read_text())]
+    try:
+        costs = [float(seconds) for seconds in json.loads(file.read_text())]
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{file} is damaged ({error}): remove it, and the layers are timed anew") from None
     if len(costs) != blueprint.config.num_hidden_layers + 2:
         raise UsageError(f"{file}: {len(costs)} times, but the model has {blueprint.config.num_hidden_layers} layers")
     return costs

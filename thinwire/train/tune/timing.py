@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from thinwire.config.wire import Link, Reduction
+from thinwire.distributed.values import gather_json
 from thinwire.pipeline.lane import Lane, Message
 from thinwire.planner.actions import Schedule
 from thinwire.planner.network import LinkSpeed
@@ -94,9 +94,20 @@ def measure(
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)
     if tied is not None:
         mine["embedding"] = _embedding(tuple(named[tied].shape), rungs["embedding"], mesh, device)
-    everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    links = [[way, stage, speed.rate, speed.latency] for (way, stage), speed in mine["links"].items()]
+    everyone = [_numbered(part) for part in gather_json({**mine, "links": links})]
     return _merged(len(config.mesh.plan().rank_of), everyone)
+
+
+def _numbered(part: dict[str, Any]) -> dict[str, Any]:
+    """One rank's measurements as they were before JSON: stages are numbers, links have a speed."""
+    links = {(way, stage): LinkSpeed(rate, latency) for way, stage, rate, latency in part["links"]}
+    by_stage: dict[str, Any] = {
+        kind: {int(stage): value for stage, value in part[kind].items()}
+        for kind in ("compute", "gradient")
+        if kind in part
+    }
+    return {**part, **by_stage, "links": links}
 
 
 def _merged(stages: int, everyone: list[dict[str, Any]]) -> Measured:

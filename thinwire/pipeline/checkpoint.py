@@ -36,7 +36,7 @@ def own_part(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     rank = next(iter(ranks)) if len(ranks) == 1 else _rank_prefix()
     own = {name.removeprefix(rank): value for name, value in state.items() if name.startswith(rank)}
     if "step" not in own:
-        known = ", ".join(sorted(name[:-1] for name in ranks)) or "nobody"
+        known = ", ".join(sorted(name[:-1] for name in ranks)) or "no rank"
         raise UsageError(f"the state has no part for {rank[:-1]}, only for {known}")
     return own
 

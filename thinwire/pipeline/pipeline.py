@@ -103,10 +103,11 @@ class Pipeline:
         self, ids: Ids | None = None, train: bool = True, *, shape: Sequence[int] | None = None,
         next_ids: Ids | None = None,
     ) -> Iterator[Pipeline]:  # fmt: skip
-        """Bracket one schedule.step, or with train=False one schedule.eval. Only the first stage's rank needs the rest.
+        """Bracket one schedule.step, or with train=False one schedule.eval. All ranks of the pipeline call it together.
 
+        train: equal on all ranks; False: evaluate, and memory is left alone. The others are needed on the first stage's
+        rank only.
         ids: one per row of the batch.
-        train: False: evaluate; memory is left alone.
         shape: x.shape, whenever it differs from the step before.
         next_ids: the next batch's, to be read from a file store during backward.
         """

@@ -1,6 +1,6 @@
 """The plan of one step on one stage: all that send and receive look up while torch's schedule runs.
 
-Made from the announcement when the step begins (in the first step when torch has told the number of micro-batches).
+Made from the announcement when the step begins (in the first step when torch has given the number of micro-batches).
 Per micro-batch it holds the rows, the sample ids, and the message in every direction: compressed or not, and its tag.
 """
 

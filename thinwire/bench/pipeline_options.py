@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from thinwire.config.quantities import parse_rate
 from thinwire.errors import UsageError
 from thinwire.installed import check_figures
+from thinwire.planner.schedule import SINGLE_STAGE
 
 WORK = "thinwire.bench.pipeline"
 SHARES = "0.9,0.95,0.98,0.995"
-SCHEDULES = ("GPipe", "1F1B")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, default=4, help="stages, one a host (%(default)s)")
     parser.add_argument("--shares", default=SHARES, help="of the fp32 step on the exposed wire (%(default)s)")
     parser.add_argument("--rates", default="", help="of every host's link, instead of --shares; comma-separated")
-    parser.add_argument("--schedule", choices=SCHEDULES, default="1F1B", help="(%(default)s)")
+    parser.add_argument("--schedule", choices=SINGLE_STAGE, default="1F1B", help="(%(default)s)")
     parser.add_argument(
         "--only",
         default="",
@@ -90,7 +90,7 @@ def read_setup(args: argparse.Namespace) -> Setup:
             raise UsageError(f"--{name} {getattr(args, name)}: too small")
     setup = Setup(args.hosts, schedule=args.schedule, **{name: getattr(args, name) for name in names})
     if setup.microbatches < args.hosts and setup.schedule == "1F1B":
-        raise UsageError(f"--microbatches {setup.microbatches}: 1F1B needs one a stage, {args.hosts}")
+        raise UsageError(f"--microbatches {setup.microbatches}: 1F1B needs one per stage, {args.hosts}")
     if setup.held_out % setup.microbatches or setup.samples < setup.batch:
         raise UsageError(f"--held-out must be a multiple of --microbatches, --samples at least {setup.batch}")
     return setup

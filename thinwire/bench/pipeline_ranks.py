@@ -11,7 +11,8 @@ import numba
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from thinwire.bench.pipeline_modes import Mode
 from thinwire.bench.pipeline_options import Setup
@@ -21,7 +22,6 @@ from thinwire.pipeline.pipeline import Pipeline
 from thinwire.pipeline.stage import CompressedStage
 
 VOCABULARY = 256
-SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 
 
 class Block(nn.Module):
@@ -123,7 +123,8 @@ class Rank:
         else:
             stage = CompressedStage(module, self.rank, setup.stages, device, wire=mode.wire, seed=setup.seed)
             self.pipe = Pipeline([stage], plan=Plan(name), row=(setup.length, setup.width))
-        self.schedule = SCHEDULES[name](stage, setup.microbatches, loss_fn=loss_of)
+        kind: Any = get_schedule_class(name)
+        self.schedule = kind(stage, setup.microbatches, loss_fn=loss_of)
         self.optimiser = torch.optim.AdamW(module.parameters(), lr=setup.rate)
 
     def step(self, ids: list[int], rows: Tensor) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 
+from thinwire.cpu_features import guard_bf16
+
 TYPE_CHECKING = False  # typing's own takes longer to import than all the rest of this file
 if TYPE_CHECKING:
     from typing import Any
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from thinwire.memory import Memory as Memory
     from thinwire.memory.channel import Channel as Channel
 
-from thinwire.cpu_features import guard_bf16
 
 __version__ = "0.2.0"
 

@@ -418,7 +418,7 @@ def test_unbalanced_steps_are_errors():
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"), [([1], "one key a row"), ([1, 1, 2], "stands twice"), (None, "None: must be a text")]
+    ("keys", "said"), [([1], "one key per row"), ([1, 1, 2], "stands twice"), (None, "None: must be a text")]
 )
 def test_bad_row_keys(keys, said):
     with pytest.raises(ValueError, match=said):

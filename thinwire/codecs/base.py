@@ -33,7 +33,7 @@ class Codec:
         return None
 
     @property
-    def is_blind(self) -> bool:
+    def never_syncs(self) -> bool:
         """Do encoding and decoding never look at values on the host? Then nothing here waits for a card."""
         return False
 

@@ -37,8 +37,8 @@ class Rotated(Codec):
         return None if self.inner.span is None else math.lcm(self.block, self.inner.span)
 
     @property
-    def is_blind(self) -> bool:
-        return self.inner.is_blind
+    def never_syncs(self) -> bool:
+        return self.inner.never_syncs
 
     def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What is not finite makes its block so, and the inner codec sees it; so it does a rotation that overflows."""
@@ -78,8 +78,8 @@ class Centered(Codec):
             raise UsageError(f"Centered wants a codec, not {self.inner!r}")
 
     @property
-    def is_blind(self) -> bool:
-        return self.inner.is_blind
+    def never_syncs(self) -> bool:
+        return self.inner.never_syncs
 
     @property
     def warm_starts(self) -> bool:

@@ -23,7 +23,7 @@ class Identity(Codec):
         return 1
 
     @property
-    def is_blind(self) -> bool:
+    def never_syncs(self) -> bool:
         return True
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
@@ -60,7 +60,7 @@ class Cast(Codec):
         return 1
 
     @property
-    def is_blind(self) -> bool:
+    def never_syncs(self) -> bool:
         return True
 
     def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:

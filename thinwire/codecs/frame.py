@@ -87,17 +87,15 @@ def write_warm(warm: list[bool], body: Tensor) -> None:
     body[body.numel() - bitmap_bytes(len(warm)) :] = _known(_bitmap(warm), body.device)
 
 
-def warm_rows(body: Tensor, rows: int) -> tuple[list[bool], Tensor]:
-    """(warm flags, the rest) of a per-row body."""
-    rest, bitmap = _split_rows(body, rows)
-    bits = bitmap.tolist()
-    return [bool(bits[i // 8] >> (i % 8) & 1) for i in range(rows)], rest
+def warm_rows(body: Tensor, rows: int) -> list[bool]:
+    """Which of so many rows a body says are warm. Waits for a card."""
+    bits = _bitmap_of(body, rows).tolist()
+    return [bool(bits[i // 8] >> (i % 8) & 1) for i in range(rows)]
 
 
-def warm_as(body: Tensor, warm: list[bool]) -> tuple[Tensor, Tensor]:
-    """(0-d bool: are these the warm rows?, the rest): `warm_rows` without the host looking."""
-    rest, bitmap = _split_rows(body, len(warm))
-    return (bitmap == _known(_bitmap(warm), body.device)).all(), rest
+def has_warm_rows(body: Tensor, warm: list[bool]) -> Tensor:
+    """0-d bool on the body's device: are these its warm rows?"""
+    return (_bitmap_of(body, len(warm)) == _known(_bitmap(warm), body.device)).all()
 
 
 def bitmap_bytes(rows: int) -> int:
@@ -137,11 +135,11 @@ def _bitmap(warm: list[bool]) -> bytes:
     return bytes(bits)
 
 
-def _split_rows(body: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    cut = body.numel() - bitmap_bytes(rows)
-    if cut < 0:
+def _bitmap_of(body: Tensor, rows: int) -> Tensor:
+    start = body.numel() - bitmap_bytes(rows)
+    if start < 0:
         raise ValueError(f"frame is too short for {rows} rows")
-    return body[:cut], body[cut:]
+    return body[start:]
 
 
 def _shifts(device: torch.device) -> Tensor:

@@ -50,7 +50,7 @@ class Quantize(Codec):
         return self.block
 
     @property
-    def is_blind(self) -> bool:
+    def never_syncs(self) -> bool:
         return True
 
     def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ class ScaledSign(Codec):
         return self.block
 
     @property
-    def is_blind(self) -> bool:
+    def never_syncs(self) -> bool:
         return True
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:

@@ -69,7 +69,7 @@ class TopK(_Sparse):
         return kernel.scatter_add(values.new_zeros(n), index, torch.where(good, values, torch.nan))
 
     @property
-    def is_blind(self) -> bool:
+    def never_syncs(self) -> bool:
         return True
 
     def index_bytes(self, n: int) -> int:
@@ -125,8 +125,8 @@ class Chain(Codec):
             raise UsageError(f"Chain wants a codec for the values, not {self.values!r}")
 
     @property
-    def is_blind(self) -> bool:
-        return self.sparse.is_blind and self.values.is_blind
+    def never_syncs(self) -> bool:
+        return self.sparse.never_syncs and self.values.never_syncs
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         values, coded = self.sparse.pick(x.view(-1), seed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from thinwire.codecs.quantize import Quantize
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
 
-Key = str | int
+Key = str | int  # of a value: a parameter's name, a boundary, a sample's id
+MessageKey = Key | Sequence[Key]  # of a message: one key, or one per row
 EIGHT_BIT = Quantize(8, block=64)
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -97,8 +97,8 @@ class Channel:
         self.stats.rollbacks += 1
 
     def resolve_checks(self) -> list[tuple[list[Key], bool]]:
-        """Read the checks that were deferred: of every message that failed its keys, and whether it was not the expected
-        one (else it was, and not finite). Where there is any, roll back."""
+        """Read the checks that were deferred. Of every message that failed: its keys, and whether it was not the
+        expected one (else it was, and not finite). Where there is any, roll back."""
         return self.deferred.resolve(self.stats)
 
     # --- point to point
@@ -150,10 +150,7 @@ class Channel:
             if kind & framing.NONFINITE:
                 self.stats.nonfinite += 1
                 return torch.full(shape, torch.nan, dtype=dtype, device=wire.device)
-            if isinstance(key, (str, int)):
-                warm = [bool(kind & framing.WARM)]
-            else:
-                warm = framing.warm_rows(body, len(key))
+            warm = [bool(kind & framing.WARM)] if isinstance(key, (str, int)) else framing.warm_rows(body, len(key))
             return self._coder().decode(self._layout(key, shape, dtype, warm), body, shape, dtype)
         except ValueError as error:
             self.stats.rejected += 1

@@ -33,10 +33,9 @@ def reduce_by_rule(
     e, h = state.residual(key, x.shape), state.shift(key, x)
     u = memory.outgoing(x, e, h)
     mean, own = collective.exchange(u, group, state=collective_state, key=key, step=step, seed=seed)
-    if memory.mirrored:
-        center = state.read("m", key)
-    else:
-        center = None if h is None else collective.mean(h, group)
+    center = state.read("m", key) if memory.mirrored else None
+    if h is not None and not memory.mirrored:
+        center = collective.mean(h, group)  # of fixed shifts
     if memory.beta is not None:
         state.write("e", key, memory.residual(x, e, h, own))
     if memory.mirrored:

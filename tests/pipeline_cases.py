@@ -512,7 +512,7 @@ def dropout() -> list[str]:
         for lane in run.pipe.lanes():
             if lane.end == "send" and lane.per_sample:
                 for channel in lane.coded.values():
-                    channel.visits.measure_every = 1
+                    channel.stats.measure_every = 1
         for _ in range(3):
             run.step(x, y, [1, 2, 3, 4])
         sizes = [c.stats.relative_error for lane in run.pipe.lanes() if lane.end == "send" for c in lane.coded.values()]

@@ -418,11 +418,39 @@ def test_unbalanced_steps_are_errors():
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"), [([1], "one key a row"), ([1, 1, 2], "stands twice"), (None, "None: must be a text")]
+    ("keys", "said"), [([1], "one key per row"), ([1, 1, 2], "stands twice"), (None, "None: must be a text")]
 )
 def test_bad_row_keys(keys, said):
     with pytest.raises(ValueError, match=said):
         tw.Channel(c.Quantize(4), m.Delta()).send(keys, torch.ones(3, 8))
+
+
+@pytest.mark.parametrize("memory", [m.ErrorFeedback(), m.EF21(), m.Delta(cold=c.Cast("fp16"))], ids=lambda k: k.name)
+def test_a_row_that_does_not_fit_leaves_the_state_of_all_rows_alone(memory):
+    """Rows are coded one after the other; one beyond the codec's range refuses the message, also for rows before it."""
+    sender = tw.Channel(c.Cast("fp16"), memory)
+    x = torch.ones(3, 5)
+    x[2] = 1e30
+    with pytest.raises(ValueError, match="do not fit the codec's range"):
+        sender.send([1, 2, 3], x)
+    assert not any(name.startswith(("e/", "h/")) for name in sender.state_dict())
+    assert sender.stats.cold == 0
+
+
+def test_a_channel_does_what_its_codec_or_collective_can():
+    with pytest.raises(ValueError, match="reduce takes a collective"):
+        tw.Channel(c.Identity()).reduce("w", torch.ones(3))
+    with pytest.raises(ValueError, match="take a codec"):
+        tw.Channel(tw.collectives.Dense()).send("w", torch.ones(3))
+
+
+def test_changing_the_memory_drops_residuals_of_another():
+    channel = tw.Channel(c.TopK(0.1), m.ErrorFeedback())
+    channel.send("w", tensor("gaussian", (100,), torch.float32, 0))
+    channel.change_memory(m.ErrorFeedback())
+    assert channel.state.read("e", "w") is not None
+    channel.change_memory(m.Plain())
+    assert channel.state.read("e", "w") is None and channel.memory == m.Plain()
 
 
 @pytest.mark.parametrize("cold", [None, c.Quantize(8), c.Rotated(c.Quantize(4)), c.TopK(0.5)], ids=str)
@@ -440,15 +468,15 @@ def test_rows_together_equal_rows_alone(cold):
         assert digests(together[0], ids) == digests(together[1], ids)
 
 
-BLIND = [c.Identity(), c.Cast("bf16"), c.Quantize(3), c.ScaledSign(), c.Rotated(c.Quantize(4))]
+NEVER_SYNC = [c.Identity(), c.Cast("bf16"), c.Quantize(3), c.ScaledSign(), c.Rotated(c.Quantize(4))]
 
 
-@pytest.mark.parametrize("codec", BLIND, ids=str)
+@pytest.mark.parametrize("codec", NEVER_SYNC, ids=str)
 @pytest.mark.parametrize(
     "memory", [m.Plain(), m.EF21(), m.ErrorFeedback(), m.Delta(cold=c.Quantize(8))], ids=lambda k: k.name
 )
 def test_checks_may_wait_for_the_steps_end(codec, memory):
-    """Messages that nobody looks at are the same bits; what was wrong with one is known when the step is settled."""
+    """Messages whose checks are deferred are the same bits; what was wrong with one is known when the step ends."""
     seen = ends(codec, memory)
     unseen = tuple(tw.Channel(codec, memory, name=end.name, defer=True) for end in seen)
     keys = [4, 5, 6] if memory.cold_start else "x"
@@ -465,7 +493,7 @@ def test_checks_may_wait_for_the_steps_end(codec, memory):
         if fault == "stale":
             unseen[1].step += 1
         y = unseen[1].recv(keys, again, x.shape, x.dtype, later=True)
-        with pytest.raises(RuntimeError, match="not looked at"):
+        with pytest.raises(RuntimeError, match="are open"):
             unseen[1].commit()
         told = [bool(end.resolve_checks()) for end in unseen]
         assert told == [fault == "nan", fault != ""]
@@ -479,7 +507,7 @@ def test_checks_may_wait_for_the_steps_end(codec, memory):
     assert (unseen[1].stats.nonfinite, unseen[1].stats.rejected) == (1, 2)
 
 
-def test_a_codec_that_looks_is_not_deferred():
+def test_a_codec_that_reads_values_on_the_host_is_not_deferred():
     channel = tw.Channel(c.LowRank(1), m.ErrorFeedback(), defer=True)
     channel.begin()
     channel.send("x", tensor("gaussian", (100,), torch.float32, 0), nonfinite="later")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +15,9 @@ import pytest
 
 import thinwire as tw
 from thinwire import codecs, collectives, memory
+from thinwire.collectives import COLLECTIVES
 from thinwire.config.presets import PRESETS
-from thinwire.config.wire import COLLECTIVES, MEMORIES, Link, Reduction, Wire
+from thinwire.config.wire import MEMORIES, Link, Reduction, Wire
 from thinwire.errors import UsageError
 from thinwire.planner.settings import read_wire
 from thinwire.planner.sizes import reduction
@@ -233,3 +236,16 @@ def test_construct():
 
 def test_names_on_the_package():
     assert tw.Wire is Wire and tw.Link is Link and tw.Reduction is Reduction
+
+
+def test_theory_codecs_and_rivals_are_imported_when_named():
+    code = """if True:
+        import sys, thinwire as tw
+        tw.Wire.of("max")
+        late = ("thinwire.codecs.theory", "thinwire.collectives.rivals")
+        assert not [name for name in late if name in sys.modules]
+        assert tw.codecs.make("natural_dither", levels=3) == tw.codecs.NaturalDither(3)
+        assert tw.Wire.of({"gradient": {"collective": "gtopk", "density": 0.1}}).gradient.collective
+        assert all(name in sys.modules for name in late)
+        """
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from thinwire.errors import UsageError
@@ -14,6 +15,30 @@ T = TypeVar("T")
 def plain_name(name: str) -> str:
     """Constructor names are matched without case, dashes and underscores: ok_topk is OkTopk."""
     return name.lower().replace("_", "").replace("-", "")
+
+
+class Constructors(Mapping[str, Callable[..., T]]):
+    """Constructors by plain name, taken from a module when they are asked for: what is not used is not imported.
+
+    module: where they are found. names: as they are written there.
+    """
+
+    def __init__(self, module: str, names: Iterable[str]) -> None:
+        self._module = module
+        self._names = {plain_name(name): name for name in names}
+
+    def __getitem__(self, plain: str) -> Callable[..., T]:
+        found: Callable[..., T] = getattr(importlib.import_module(self._module), self._names[plain])
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, plain: object) -> bool:
+        return plain in self._names
 
 
 def construct(kind: str, registry: Mapping[str, Callable[..., T]], name: object, arguments: Mapping[str, Any]) -> T:

@@ -21,20 +21,17 @@ WORK = {torch.float8_e4m3fn: torch.bfloat16, torch.float8_e5m2: torch.bfloat16}
 
 
 class Codec:
-    """C: tensor → bytes → tensor."""
+    """C: tensor → bytes → tensor.
+
+    Common arguments: x: any floating dtype and shape. wire: a message, uint8[nbytes]. shape, dtype: of x. seed: of the
+    message's random numbers, equal at both ends. h: a mirror, of x's shape. gate: choose per block whether to subtract
+    it. out: where the new mirror goes (default: into h). into: where the message goes, uint8[nbytes] from an address
+    that is a multiple of four.
+    """
 
     @property
-    def gate_block(self) -> int:
-        return getattr(self, "block", None) or GATE_BLOCK
-
-    @property
-    def span(self) -> int | None:
-        """Values coded by themselves: a tensor cut at multiples of it is coded piece by piece. None: as a whole."""
-        return None
-
-    @property
-    def is_blind(self) -> bool:
-        """Do encoding and decoding never look at values on the host? Then nothing here waits for a card."""
+    def never_syncs(self) -> bool:
+        """Do encoding and decoding never read values on the host? Then nothing here waits for a card."""
         return False
 
     @property
@@ -42,8 +39,19 @@ class Codec:
         """Does `encode` do better with `prev`, the `right_factor` of the key's last message?"""
         return False
 
+    @property
+    def span(self) -> int | None:
+        """How many values are coded on their own: a tensor cut at multiples of it is coded piece by piece. None: as a
+        whole."""
+        return None
+
+    @property
+    def gate_block(self) -> int:
+        """How many values one gate bit decides for: the codec's block, or 128."""
+        return getattr(self, "block", None) or GATE_BLOCK
+
     def encode(self, x: Tensor, seed: int = 0, prev: Tensor | None = None) -> Tensor:
-        """x: any floating dtype and shape → uint8[nbytes]. NaN or Inf: ValueError. `prev`: see `warm_starts`."""
+        """x → uint8[nbytes]. NaN or Inf: ValueError. prev: the `right_factor` of the key's last message, if any."""
         wire, finite = self.encode_flagged(x, seed)
         if not bool(finite):
             raise ValueError(f"cannot encode a {tuple(x.shape)} tensor: {describe_nonfinite(x)}")
@@ -52,14 +60,13 @@ class Codec:
     def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(message, 0-d bool "all finite"), without raising and without a host sync: the caller tests the flag.
 
-        Where the flag is false the message has its usual size and no usable content. `into` (uint8[nbytes], from an
-        address that is a multiple of four) receives the message.
+        Where the flag is false the message has its usual size and no usable content.
         """
         finite = is_finite(x)
         if not x.numel():
             return torch.empty(0, dtype=torch.uint8, device=x.device), finite
         x = x.to(work_dtype(x.dtype)).contiguous()
-        if x.is_cuda or not bool(finite):  # on a GPU without looking, which would stop the host
+        if x.is_cuda or not bool(finite):  # on a GPU without reading the flag, which would stop the host
             x = torch.where(finite, x, 0)
         wire = self._encode(x, seed)
         return (wire if into is None else into.copy_(wire)), finite
@@ -87,11 +94,11 @@ class Codec:
         return None
 
     def right_factor(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        """What the key's next message starts from; None: nothing."""
+        """What the key's next message starts from, cut from this one; None: nothing."""
         return None
 
     def rows(self, x: Tensor, seeds: Sequence[int] | Tensor) -> Tensor:
-        """x: float[R, …], one seed a row → what the other end decodes, row by row. Simulates R workers."""
+        """x: float[R, …], one seed per row → what the other end decodes, row by row. Simulates R workers."""
         return torch.stack([self.decode(self.encode(r, int(s)), r.shape, r.dtype, int(s)) for r, s in zip(x, seeds)])
 
     # --- against a mirror: subtract, encode, update it. Codecs with a fused kernel override these two.
@@ -180,6 +187,7 @@ def is_finite(x: Tensor) -> Tensor:
 
 
 def describe_nonfinite(x: Tensor) -> str:
+    """How many values of x are NaN or Inf and where the first is, for an error message. Waits for a card."""
     bad = ~torch.isfinite(x.to(work_dtype(x.dtype)).reshape(-1))
     count = int(bad.sum())
     if not count:

@@ -20,7 +20,8 @@ from thinwire.kernels.random import derive
 class Rotated(Codec):
     """inner(R·x), R a random Hadamard rotation of blocks: outliers are spread before they are quantised.
 
-    R is an isometry of exactly n values, so ω and δ are those of the inner codec.
+    R is an isometry of exactly n values, so ω and δ are those of the inner codec. inner: the codec of the rotated
+    values. block: values rotated together, a power of two from 8.
     """
 
     inner: Codec
@@ -37,11 +38,11 @@ class Rotated(Codec):
         return None if self.inner.span is None else math.lcm(self.block, self.inner.span)
 
     @property
-    def is_blind(self) -> bool:
-        return self.inner.is_blind
+    def never_syncs(self) -> bool:
+        return self.inner.never_syncs
 
     def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What is not finite makes its block so, and the inner codec sees it; so it does a rotation that overflows."""
+        """What is not finite makes its block so, and the inner codec sees it; and it sees a rotation that overflows."""
         if not x.numel():
             return super().encode_flagged(x, seed, into)
         rotated = hadamard.rotate(x.to(work_dtype(x.dtype)).contiguous().view(-1), self.block, derive("rotate", seed))
@@ -67,8 +68,8 @@ class Centered(Codec):
     """C(x) and the mean over tokens of what it left out: y = C(x) + 1·m, m = mean of the rows of x − C(x).
 
     x is taken as (all leading dimensions) × (last). The error of every column then has mean zero, so it does not meet
-    what the activations of all tokens have in common (docs/pipeline.md). m travels in bf16, two bytes a column; a
-    single row has no mean to send. ‖x − y‖ ≤ ‖x − C(x)‖: δ is the inner codec's.
+    what the activations of all tokens have in common (docs/pipeline.md). m travels in bf16, two bytes per column; a
+    single row has no mean to send. ‖x − y‖ ≤ ‖x − C(x)‖: δ is the inner codec's. inner: the codec C.
     """
 
     inner: Codec
@@ -78,8 +79,8 @@ class Centered(Codec):
             raise UsageError(f"Centered wants a codec, not {self.inner!r}")
 
     @property
-    def is_blind(self) -> bool:
-        return self.inner.is_blind
+    def never_syncs(self) -> bool:
+        return self.inner.never_syncs
 
     @property
     def warm_starts(self) -> bool:
@@ -124,7 +125,10 @@ class Centered(Codec):
 
 @dataclass(frozen=True)
 class Induced(Codec):
-    """C(x) + Q(x − C(x)), both in one message: unbiased, ω = ω_Q·(1 − δ_C)."""
+    """C(x) + Q(x − C(x)), both in one message: unbiased, ω = ω_Q·(1 − δ_C) (induced compressor, ICLR 2021).
+
+    biased: C, with a δ. unbiased: Q, with an ω.
+    """
 
     biased: Codec
     unbiased: Codec

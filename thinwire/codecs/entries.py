@@ -23,8 +23,11 @@ INDICES = ("int32", "coded")
 
 @dataclass(frozen=True)
 class Entries:
-    """`later`: leave checks of values and messages to `raise_if_damaged`, which looks once for all of an exchange: on a
-    card, to look is to wait for it."""
+    """How entries become bytes.
+
+    values: "fp32" (as they are), "bf16" or "int8". indices: "int32" or "coded". later: leave checks of values and
+    messages to `raise_if_damaged`, which reads them once for all of an exchange (to read on a card is to wait for it).
+    """
 
     values: str = "fp32"
     indices: str = "int32"
@@ -43,6 +46,7 @@ class Entries:
         return self.values == "fp32"
 
     def nbytes(self, n: int, k: int, dtype: torch.dtype = torch.float32) -> int:
+        """Exactly how long k entries of n values of that dtype are."""
         return VALUES[self.values].nbytes((k,), dtype) + self._index_bytes(n, k)
 
     def encode(self, index: Tensor, values: Tensor, n: int) -> Tensor:
@@ -69,7 +73,7 @@ class Entries:
         return index, values
 
     def raise_if_damaged(self) -> None:
-        """Look at what was left for later; the first thing that is wrong raises ValueError."""
+        """Read the checks that were left for later; the first that failed raises ValueError."""
         unread = self.unread.copy()
         self.unread.clear()
         flags = torch.stack([flag for _, flag in unread]).tolist() if unread else []

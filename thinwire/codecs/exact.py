@@ -16,15 +16,10 @@ CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3
 
 @dataclass(frozen=True)
 class Identity(Codec):
-    """C(x) = x."""
+    """C(x) = x: the bytes as they are."""
 
-    @property
-    def span(self) -> int:
-        return 1
-
-    @property
-    def is_blind(self) -> bool:
-        return True
+    span = 1
+    never_syncs = True
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         return raw_bytes(x)
@@ -47,7 +42,10 @@ class Identity(Codec):
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Round to a narrower float: "fp16", "bf16" or "fp8" (e4m3). A value beyond its range is an error, not Inf."""
+    """Round to a narrower float; a value beyond its range is an error, not Inf.
+
+    to: "fp16", "bf16" or "fp8" (e4m3).
+    """
 
     to: str
 
@@ -55,13 +53,8 @@ class Cast(Codec):
         if self.to not in CASTS:
             raise UsageError(f"Cast to {self.to!r} is unknown: one of {', '.join(CASTS)}")
 
-    @property
-    def span(self) -> int:
-        return 1
-
-    @property
-    def is_blind(self) -> bool:
-        return True
+    span = 1
+    never_syncs = True
 
     def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         wire, finite = super().encode_flagged(x, seed, into)

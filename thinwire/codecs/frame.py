@@ -21,13 +21,19 @@ from thinwire.kernels.random import derive
 
 VERSION = 2
 BYTES = 16
-WARM, NONFINITE, REFRESH, ROWS = 1, 2, 4, 8
+WARM = 1  # a change against a mirror
+NONFINITE = 2  # no content: NaN or Inf would have been sent
+REFRESH = 4  # x follows in full
+ROWS = 8  # a key per row; the body ends in a bitmap of the warm ones
 LAYOUT = "<BBHIII"
 FIELD_WEIGHT = weight(3)  # of the checksum's own word, which is word 3
 
 
 @dataclass(frozen=True)
 class Header:
+    """What a frame says it is. kind: flags (WARM …). count: the key's messages in this step before it. step: the
+    step's number. key: the hash of its key."""
+
     kind: int
     count: int
     step: int
@@ -35,12 +41,13 @@ class Header:
 
 
 def key_hash(key: object) -> int:
+    """32 bits for a key, or a tuple of keys."""
     return derive("key", key) % 2**32
 
 
 def seal(header: Header, frame: Tensor, finite: Tensor | None = None, impl: str | None = None) -> Tensor:
     """Write the header before the body that `frame` (uint8) holds from byte 16 on. `finite`, 0-d bool on the frame's
-    device, says NONFINITE where it is false, without the host looking."""
+    device, sets NONFINITE where it is false, without the host reading it."""
     if choose(frame, impl) == "gpu":
         load("gpu", "seal").seal(frame, _words(header), NONFINITE << 8, finite)
         return frame
@@ -68,7 +75,7 @@ def unseal(frame: Tensor, expected: Header) -> tuple[int, Tensor]:
 
 def inspect(frame: Tensor, expected: Header, impl: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(is it the expected one, is its content finite, body), the first two 0-d bools on the frame's device: `unseal`
-    without the host looking. `expected.kind` is compared too."""
+    without the host reading anything. `expected.kind` is compared too."""
     _check_length(frame)
     if choose(frame, impl) == "gpu":
         good, finite = load("gpu", "seal").inspect(frame, _words(expected), NONFINITE << 8)
@@ -87,20 +94,19 @@ def write_warm(warm: list[bool], body: Tensor) -> None:
     body[body.numel() - bitmap_bytes(len(warm)) :] = _known(_bitmap(warm), body.device)
 
 
-def warm_rows(body: Tensor, rows: int) -> tuple[list[bool], Tensor]:
-    """(warm flags, the rest) of a per-row body."""
-    rest, bitmap = _split_rows(body, rows)
-    bits = bitmap.tolist()
-    return [bool(bits[i // 8] >> (i % 8) & 1) for i in range(rows)], rest
+def warm_rows(body: Tensor, rows: int) -> list[bool]:
+    """Which of so many rows a body says are warm. Waits for a card."""
+    bits = _bitmap_of(body, rows).tolist()
+    return [bool(bits[i // 8] >> (i % 8) & 1) for i in range(rows)]
 
 
-def warm_as(body: Tensor, warm: list[bool]) -> tuple[Tensor, Tensor]:
-    """(0-d bool: are these the warm rows?, the rest): `warm_rows` without the host looking."""
-    rest, bitmap = _split_rows(body, len(warm))
-    return (bitmap == _known(_bitmap(warm), body.device)).all(), rest
+def has_warm_rows(body: Tensor, warm: list[bool]) -> Tensor:
+    """0-d bool on the body's device: are these its warm rows?"""
+    return (_bitmap_of(body, len(warm)) == _known(_bitmap(warm), body.device)).all()
 
 
 def bitmap_bytes(rows: int) -> int:
+    """Length of the bitmap of so many rows."""
     return (rows + 7) // 8
 
 
@@ -137,11 +143,11 @@ def _bitmap(warm: list[bool]) -> bytes:
     return bytes(bits)
 
 
-def _split_rows(body: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    cut = body.numel() - bitmap_bytes(rows)
-    if cut < 0:
+def _bitmap_of(body: Tensor, rows: int) -> Tensor:
+    start = body.numel() - bitmap_bytes(rows)
+    if start < 0:
         raise ValueError(f"frame is too short for {rows} rows")
-    return body[:cut], body[cut:]
+    return body[start:]
 
 
 def _shifts(device: torch.device) -> Tensor:

@@ -22,15 +22,18 @@ from thinwire.kernels.random import uniform
 
 @dataclass(frozen=True)
 class LowRank(Codec):
+    """M ≈ P·Qᵀ, both factors in the message: rank·(rows + columns) values instead of rows·columns.
+
+    rank: columns of P and of Q, at least 1.
+    """
+
     rank: int
+
+    warm_starts = True
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
             raise UsageError(f"rank must be a positive integer, not {self.rank!r}")
-
-    @property
-    def warm_starts(self) -> bool:
-        return True
 
     def encode(self, x: Tensor, seed: int = 0, prev: Tensor | None = None) -> Tensor:
         """As Codec.encode; `prev` float[last dimension, rank] warm-starts the power step."""
@@ -48,6 +51,7 @@ class LowRank(Codec):
         return from_raw(wire, work_dtype(dtype))[rows * self.rank :].view(columns, self.rank)
 
     def is_raw(self, shape: tuple[int, ...]) -> bool:
+        """Does a tensor of that shape travel as it is, because two factors would be no smaller?"""
         rows, columns = matrix_shape(shape)
         return self.rank * (rows + columns) >= rows * columns
 

@@ -18,21 +18,25 @@ SCALE_SLACK = 1 + 2.0**-6  # a scale is rounded up to 7 significant bits
 
 
 def check_block(block: int) -> None:
+    """UsageError unless a block is a multiple of 8, at least 8."""
     if not isinstance(block, int) or block < 8 or block % 8:
         raise UsageError(f"block must be a multiple of 8, at least 8, not {block!r}")
 
 
 @dataclass(frozen=True)
 class Quantize(Codec):
-    """`bits` 2–8 with a 16-bit scale per `block`; see kernels/quantize.py for the grid and the layout.
+    """Block-scaled quantisation: q = round(x/s_B), one 16-bit scale s_B per block (kernels/quantize.py has the layout).
 
-    rounding: "nearest" (contractive) or "stochastic" (unbiased). scale: "absmax", or "mse" for least squared error.
+    bits: per value, 2–8. block: values per scale, a multiple of 8. rounding: "nearest" (contractive) or "stochastic"
+    (unbiased). scale: "absmax" (s_B from the largest magnitude), or "mse" for least squared error.
     """
 
     bits: int
     block: int = 128
     rounding: str = "nearest"
     scale: str = "absmax"
+
+    never_syncs = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
@@ -49,13 +53,11 @@ class Quantize(Codec):
     def span(self) -> int:
         return self.block
 
-    @property
-    def is_blind(self) -> bool:
-        return True
-
     def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        wire = self._encode(_flat(x), seed, into)
-        return wire, self._finite(wire, x)
+        flat = _flat(x)
+        stochastic, mse = self.rounding == "stochastic", self.scale == "mse"
+        wire = kernel.quantize(flat, self.bits, self.block, stochastic=stochastic, mse=mse, seed=seed, out=into)
+        return wire, kernel.is_finite(wire, x.numel(), self.bits, -(-x.numel() // self.block), flat.dtype)
 
     def encode_onto_flagged(
         self, x: Tensor, h: Tensor, seed: int = 0, gate: bool = False, out: Tensor | None = None,
@@ -63,8 +65,9 @@ class Quantize(Codec):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         target = h if out is None else out
         place = target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
+        flat = _flat(x)
         wire = delta_kernel.encode_delta(
-            _flat(x),
+            flat,
             _flat(h),
             place,
             self.bits,
@@ -77,7 +80,7 @@ class Quantize(Codec):
         )
         if not target.is_contiguous():
             target.copy_(place.view(target.shape))
-        return wire, self._finite(wire, x)
+        return wire, kernel.is_finite(wire, x.numel(), self.bits, -(-x.numel() // self.block), flat.dtype)
 
     def decode_onto(
         self, wire: Tensor, h: Tensor, dtype: torch.dtype | None = None, seed: int = 0, gate: bool = False,
@@ -91,19 +94,11 @@ class Quantize(Codec):
             target.copy_(place.view(target.shape))
         return y.view(h.shape)
 
-    def _encode(self, x: Tensor, seed: int, into: Tensor | None = None) -> Tensor:
-        stochastic, mse = self.rounding == "stochastic", self.scale == "mse"
-        return kernel.quantize(_flat(x), self.bits, self.block, stochastic=stochastic, mse=mse, seed=seed, out=into)
-
     def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
         return kernel.dequantize(wire, math.prod(shape), self.bits, self.block, dtype)
 
     def _nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         return kernel.quantized_bytes(math.prod(shape), self.bits, self.block, dtype)
-
-    def _finite(self, wire: Tensor, x: Tensor) -> Tensor:
-        blocks = -(-x.numel() // self.block)
-        return kernel.is_finite(wire, x.numel(), self.bits, blocks, work_dtype(x.dtype))
 
     def omega(self, numel: int) -> float | None:
         """(√(1 + B/Q) − 1)/2 with Q = qmax²: reached by one extreme among equal small values."""
@@ -122,9 +117,14 @@ class Quantize(Codec):
 
 @dataclass(frozen=True)
 class ScaledSign(Codec):
-    """One bit a value: (‖x‖₁/B)·sign(x) per block of B. δ = ‖x‖₁²/(B‖x‖²) ≥ 1/B."""
+    """One bit per value: (‖x‖₁/B)·sign(x) per block of B (signSGD with error feedback, ICML 2019). δ ≥ 1/B.
+
+    block: values per scale B, a multiple of 8.
+    """
 
     block: int = 128
+
+    never_syncs = True
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -132,10 +132,6 @@ class ScaledSign(Codec):
     @property
     def span(self) -> int:
         return self.block
-
-    @property
-    def is_blind(self) -> bool:
-        return True
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         return sign_kernel.encode_sign(x.view(-1), self.block)

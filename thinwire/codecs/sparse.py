@@ -17,7 +17,10 @@ from thinwire.kernels import select as kernel
 
 @dataclass(frozen=True)
 class _Sparse(Codec):
-    """k = density·n of n values. `pick` chooses them, `place` puts decoded ones back: Chain codes what lies between."""
+    """k = density·n of n values. `pick` chooses them, `place` puts decoded ones back: Chain codes what lies between.
+
+    density: the share of values sent, in (0, 1].
+    """
 
     density: float
 
@@ -26,6 +29,7 @@ class _Sparse(Codec):
             raise UsageError(f"density must lie in (0, 1], not {self.density!r}")
 
     def count(self, n: int) -> int:
+        """k, how many of n values are sent: at least one."""
         return min(n, max(1, round(self.density * n)))
 
     def pick(self, x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -37,6 +41,7 @@ class _Sparse(Codec):
         raise NotImplementedError
 
     def index_bytes(self, n: int) -> int:
+        """How many bytes the indices of n values' choice take."""
         raise NotImplementedError
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
@@ -55,7 +60,12 @@ class _Sparse(Codec):
 
 @dataclass(frozen=True)
 class TopK(_Sparse):
-    """The k largest magnitudes, exactly, ties by index. δ = k/n. Indices are Elias–Fano or a bitmap."""
+    """The k largest magnitudes, exactly, ties by index. δ = k/n. Indices are Elias–Fano or a bitmap.
+
+    density: the share of values sent, k = density·n, in (0, 1].
+    """
+
+    never_syncs = True
 
     def pick(self, x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         index, values = kernel.top(x, self.count(x.numel()))
@@ -67,10 +77,6 @@ class TopK(_Sparse):
             return kernel.scatter_add(values.new_zeros(n), indices.decode_indices(coded, n, values.numel()), values)
         index, good = indices.decode_flagged(coded, n, values.numel())
         return kernel.scatter_add(values.new_zeros(n), index, torch.where(good, values, torch.nan))
-
-    @property
-    def is_blind(self) -> bool:
-        return True
 
     def index_bytes(self, n: int) -> int:
         return indices.index_bytes(n, self.count(n))
@@ -87,7 +93,10 @@ class TopK(_Sparse):
 
 @dataclass(frozen=True)
 class RandK(_Sparse):
-    """k random values times n/k: unbiased, ω = n/k − 1. Both ends draw the indices from the seed: none are sent."""
+    """k random values times n/k: unbiased, ω = n/k − 1. Both ends draw the indices from the seed: none are sent.
+
+    density: the share of values sent, k = density·n, in (0, 1].
+    """
 
     def pick(self, x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         index = random.sample_rows(x.numel(), self.count(x.numel()), [seed], x)[0]
@@ -113,7 +122,10 @@ class RandK(_Sparse):
 
 @dataclass(frozen=True)
 class Chain(Codec):
-    """A sparse codec whose values are coded by another: TopK then 4 bits, RandK then Natural …"""
+    """A sparse codec whose values are coded by another: TopK then 4 bits, RandK then Natural …
+
+    sparse: TopK or RandK. values: the codec of the values that it picks.
+    """
 
     sparse: _Sparse
     values: Codec
@@ -125,8 +137,8 @@ class Chain(Codec):
             raise UsageError(f"Chain wants a codec for the values, not {self.values!r}")
 
     @property
-    def is_blind(self) -> bool:
-        return self.sparse.is_blind and self.values.is_blind
+    def never_syncs(self) -> bool:
+        return self.sparse.never_syncs and self.values.never_syncs
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         values, coded = self.sparse.pick(x.view(-1), seed)

@@ -1,4 +1,7 @@
-"""Unbiased rounding of every value to few levels: powers of two, equal steps, powers of two of a norm, trits."""
+"""Unbiased rounding of every value to few levels: powers of two, equal steps, powers of two of a norm, trits.
+
+Codecs of the theory bench: written for float64 and many rows at once, not for speed; imported when first named.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,8 @@ class _RowCodec(Codec):
 
 @dataclass(frozen=True)
 class Natural(_RowCodec):
-    """Round to a neighbouring power of two, up with probability equal to the mantissa. ω = 1/8, 9 bits a value.
+    """Natural compression (MSML 2022): round to a neighbouring power of two, up with probability equal to the mantissa
+    (less one). ω = 1/8, 9 bits per value.
 
     A byte holds the exponent relative to the tensor's largest; what is 2²⁵⁴ times smaller is rounded to that or zero.
     """
@@ -101,7 +105,10 @@ class Natural(_RowCodec):
 
 @dataclass(frozen=True)
 class _Levels(_RowCodec):
-    """Signed levels 0 … `levels` of a norm, each value rounded to a neighbouring level without bias."""
+    """Signed levels 0 … `levels` of a norm, each value rounded to a neighbouring level without bias.
+
+    levels: how many above zero, 1 … 127. norm: of the whole tensor, 2 or "inf".
+    """
 
     levels: int
     norm: float | str = 2
@@ -140,7 +147,10 @@ class _Levels(_RowCodec):
 
 @dataclass(frozen=True)
 class Dither(_Levels):
-    """QSGD: equal steps of norm/levels. ω = min(d/s², √d/s) for the 2-norm."""
+    """QSGD (NeurIPS 2017): equal steps of norm/s. ω = min(d/s², √d/s) for the 2-norm, d values.
+
+    levels: s, the steps from 0 to the norm, 1 … 127. norm: 2 or "inf".
+    """
 
     def _codes(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         ratio, norm = self._ratio(x)
@@ -160,7 +170,10 @@ class Dither(_Levels):
 
 @dataclass(frozen=True)
 class NaturalDither(_Levels):
-    """Levels 0, 2^(1−s), …, ½, 1 of the norm. ω = 1/8 + t·min(1, t), t = √d·2^(1−s)."""
+    """Natural dithering (MSML 2022): levels 0, 2^(1−s), …, ½, 1 of the norm. ω = 1/8 + t·min(1, t), t = √d·2^(1−s).
+
+    levels: s, 1 … 127. norm: 2 or "inf".
+    """
 
     def _codes(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         ratio, norm = self._ratio(x)
@@ -182,7 +195,8 @@ class NaturalDither(_Levels):
 
 @dataclass(frozen=True)
 class Ternary(_RowCodec):
-    """max|x|·{−1, 0, 1}, the value kept with probability |x|/max|x|. ω = (√d − 1)/2, 1.6 bits a value."""
+    """TernGrad (NeurIPS 2017): max|x|·{−1, 0, 1}, kept with probability |x|/max|x|. ω = (√d − 1)/2, 1.6 bits per
+    value."""
 
     def _codes(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         top = x.double().abs().amax(dim=1)

@@ -10,11 +10,10 @@ dict of tensors that the channel owns and checkpoints; a collective replaces ent
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
-from thinwire.collectives.groups import all_reduce, world
+from thinwire.collectives.groups import Group, all_reduce, world
 
 State = dict[str, Tensor]
 
@@ -23,11 +22,16 @@ class Collective:
     """One way to average a vector over a group; a subclass says how in `exchange`."""
 
     def exchange(
-        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+        self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
+        """(mean of u over the group, this member's part of it).
+
+        u: this member's tensor, of the same shape on all. group: the process group. state: tensors kept for this key,
+        replaced in place. key: names the tensor in errors. step: its number. seed: the group's, of this message.
+        """
         raise NotImplementedError
 
-    def mean(self, x: Tensor, group: Any = None) -> Tensor:
+    def mean(self, x: Tensor, group: Group = None) -> Tensor:
         """The exact mean, for what a memory sends in full."""
         return all_reduce(x, group) / world(group)[0]
 
@@ -35,5 +39,6 @@ class Collective:
         """This collective for the flat concatenation of several tensors; the same, where shapes mean nothing to it."""
         return self
 
-    def finish_step(self, states: list[State], numels: list[int], group: Any = None) -> None:
-        """Once a step, after the last exchange: what the units' states (of `numels` values each) have in common."""
+    def finish_step(self, states: list[State], numels: list[int], group: Group = None) -> None:
+        """Once per step, after its last exchange: what is decided over all units. states: the units' states, changed
+        in place; numels: their sizes in values."""

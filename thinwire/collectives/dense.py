@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Quantize
 from thinwire.collectives.base import Collective, State
-from thinwire.collectives.groups import all_reduce, gather, swap, world
+from thinwire.collectives.groups import Group, all_reduce, gather, swap, world
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
 
 
 @dataclass(frozen=True)
 class Dense(Collective):
-    """The exact mean, by the backend's all-reduce. 2n(P−1)/P words."""
+    """The exact mean of n values, by the backend's all-reduce. 2n(P−1)/P words."""
 
     def exchange(
-        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+        self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         return all_reduce(u, group) / world(group)[0], u
 
@@ -31,6 +30,8 @@ class Gather(Collective):
 
     1. encode u with this member's own seed; 2. all-gather the messages (one size, known); 3. decode all, add in rank
     order (bitwise the same everywhere), divide by P. own = what this member's message decodes to.
+
+    codec: of the messages.
     """
 
     codec: Codec
@@ -40,7 +41,7 @@ class Gather(Collective):
             raise UsageError(f"Gather wants a codec, not {self.codec!r}")
 
     def exchange(
-        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+        self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         size, rank = world(group)
         messages = gather(self.codec.encode(u, derive(seed, rank)), group)
@@ -55,9 +56,13 @@ class Gather(Collective):
 class TwoHop(Collective):
     """Reduce-scatter and all-gather, both coded: 2·(coded n)(P−1)/P bytes.
 
-    1. cut u into P chunks (whole blocks), encode each, send chunk j to its owner j; 2. the owner decodes and adds in
-    rank order; 3. it encodes the mean of its chunk and sends it to all. The second hop's error, P·(mean sent − mean),
-    is charged to the owner's own, so Σ own = P·mean holds and error feedback repays both hops.
+    1. cut u into P chunks (whole blocks), encode each, send chunk j to its owner j
+    2. the owner decodes what arrived and adds it in rank order
+    3. it encodes the mean of its chunk and sends it to all; everybody decodes all means
+    own = what the first hop sent, and at the owner the second hop's error, P·(mean sent − mean), so that Σ own = P·mean
+    holds and error feedback repays both hops.
+
+    codec: of both hops' messages.
     """
 
     codec: Codec
@@ -67,39 +72,38 @@ class TwoHop(Collective):
             raise UsageError(f"TwoHop wants a codec, not {self.codec!r}")
 
     def exchange(
-        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+        self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         size, rank = world(group)
-        flat = u.reshape(-1)
-        chunks = list(flat.split(self.lengths(flat.numel(), size)))
-        coded = [self.codec.encode_flagged(c, derive(seed, rank, j)) for j, c in enumerate(chunks)]
-        first, mine = [wire for wire, _ in coded], chunks[rank]
-        arrived = swap(first, [self.codec.nbytes(mine.shape, u.dtype)] * size, group)
-        total = torch.zeros_like(mine)
+        codec, dtype = self.codec, u.dtype
+        chunks = u.reshape(-1).split(self.lengths(u.numel(), size))
+        shapes = [chunk.shape for chunk in chunks]
+        sizes = [codec.nbytes(shape, dtype) for shape in shapes]
+        # 1. every chunk to its owner
+        coded = [codec.encode_flagged(chunk, derive(seed, rank, j)) for j, chunk in enumerate(chunks)]
+        sent = [wire for wire, _ in coded]
+        arrived = swap(sent, [sizes[rank]] * size, group)
+        # 2. the owner adds in rank order
+        total = torch.zeros_like(chunks[rank])
         for r, wire in enumerate(arrived):
-            total += self.codec.decode(wire, mine.shape, u.dtype, derive(seed, r, rank))
-        second, finite = self.codec.encode_flagged(total / size, derive(seed, "mean", rank))
-        sizes = [self.codec.nbytes(c.shape, u.dtype) for c in chunks]
-        means = swap([second] * size, sizes, group)
-        mean = [
-            self.codec.decode(w, c.shape, u.dtype, derive(seed, "mean", j))
-            for j, (w, c) in enumerate(zip(means, chunks))
-        ]
-        own = [
-            self.codec.decode(w, c.shape, u.dtype, derive(seed, rank, j)) for j, (w, c) in enumerate(zip(first, chunks))
-        ]
+            total += codec.decode(wire, shapes[rank], dtype, derive(seed, r, rank))
+        # 3. the owner's mean to all
+        message, finite = codec.encode_flagged(total / size, derive(seed, "mean", rank))
+        means = swap([message] * size, sizes, group)
+        mean = [codec.decode(wire, shapes[j], dtype, derive(seed, "mean", j)) for j, wire in enumerate(means)]
+        own = [codec.decode(wire, shapes[j], dtype, derive(seed, rank, j)) for j, wire in enumerate(sent)]
         own[rank] = own[rank] + (size * mean[rank] - total)
-        if not bool(torch.stack([finite, *(flag for _, flag in coded)]).all()):  # one look, at the end: it waits
+        if not bool(torch.stack([finite, *(flag for _, flag in coded)]).all()):  # read once, at the end: a card waits
             raise ValueError(f"cannot exchange {key!r}: values, or their mean, are NaN or Inf")
         return torch.cat(mean).view(u.shape), torch.cat(own).view(u.shape)
 
     def lengths(self, n: int, size: int) -> list[int]:
-        """P chunk lengths, all but the last few of whole blocks; a chunk may be empty."""
+        """The lengths of `size` chunks of n values, all but the last few of whole blocks; a chunk may be empty."""
         block = self.codec.gate_block
         per = -(-n // (size * block)) * block
         return [max(0, min(per, n - j * per)) for j in range(size)]
 
 
 def Quantized(bits: int) -> TwoHop:
-    """TwoHop(Quantize): both hops in `bits` bits."""
+    """TwoHop(Quantize(bits)): both hops in so many bits per value, 2–8."""
     return TwoHop(Quantize(bits))

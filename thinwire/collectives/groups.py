@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,10 @@ ALONE = Alone()
 
 @dataclass
 class Metered:
-    """A process group that counts the payload bytes this member sends over it; taken wherever a group is."""
+    """A process group that counts the payload bytes this member sends over it; taken wherever a group is.
+
+    group: the process group itself. sent: bytes so far.
+    """
 
     group: dist.ProcessGroup | Alone | None
     sent: int = 0
@@ -37,35 +39,48 @@ class Metered:
 Group = dist.ProcessGroup | Metered | Alone | None  # None: torch's default group
 
 
-def unmetered(group: Any, nbytes: int = 0) -> Any:
-    """The process group itself; `nbytes` are counted where somebody counts."""
-    if not isinstance(group, Metered):
-        return group
-    group.sent += nbytes
-    return group.group
+def count_sent(group: Group, nbytes: int) -> None:
+    """This member has sent so many payload bytes over the group: added up where it is a Metered one."""
+    if isinstance(group, Metered):
+        group.sent += nbytes
 
 
-def is_alone(group: Any = None) -> bool:
+def is_alone(group: Group = None) -> bool:
     """Is there no process group at all, or is it ALONE?"""
-    return not dist.is_available() or not dist.is_initialized() or unmetered(group) is ALONE
+    inner = group.group if isinstance(group, Metered) else group
+    return not dist.is_available() or not dist.is_initialized() or inner is ALONE
 
 
-def world(group: Any) -> tuple[int, int]:
+def unmetered(group: Group) -> dist.ProcessGroup | None:
+    """The torch process group behind a group that is not ALONE; None: the default one."""
+    inner = group.group if isinstance(group, Metered) else group
+    assert not isinstance(inner, Alone), "a group of one member has no process group"
+    return inner
+
+
+def world(group: Group) -> tuple[int, int]:
     """(members, this member's rank in the group); (1, 0) without torch.distributed."""
     if is_alone(group):
         return 1, 0
-    group = unmetered(group)
-    return dist.get_world_size(group), dist.get_rank(group)
+    process_group = unmetered(group)
+    return dist.get_world_size(process_group), dist.get_rank(process_group)
 
 
-def whole(group: Any) -> Any:
-    """The group meant by None is the default one, which may be another tomorrow."""
-    return dist.group.WORLD if group is None else group
+def explicit(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself; for None the default one of now, which may be another one later."""
+    if group is not None:
+        return group
+    default = dist.group.WORLD
+    assert default is not None, "torch.distributed is not initialised"
+    return default
 
 
-def new_group(ranks: Sequence[int], among: Any = None, options: Any = None) -> Any:
-    """A new group of these (global) ranks, all of them members of `among`; only they need to call this. `options`: the
-    backend's.
+def new_group(
+    ranks: Sequence[int], among: dist.ProcessGroup | None = None, options: object = None
+) -> dist.ProcessGroup:
+    """A new group of these (global) ranks, all of them members of `among`; only they need to call this.
+
+    options: the backend's (torch's pg_options).
 
     torch names such a group by its ranks and by how many groups a rank knows already: where ranks know different
     numbers, they would wait for each other for ever. So the members first agree on that number, over `among`, and
@@ -81,28 +96,32 @@ def new_group(ranks: Sequence[int], among: Any = None, options: Any = None) -> A
     return dist.new_group(list(ranks), pg_options=options, use_local_synchronization=True)
 
 
-def twin(group: Any) -> Any:
+def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A second group of the same ranks: its order of collectives is not mixed with anybody else's."""
-    return new_group(dist.get_process_group_ranks(group or dist.group.WORLD), group)
+    return new_group(dist.get_process_group_ranks(explicit(group)), group)
 
 
-def subgroup(members: Sequence[int], group: Any, options: Any = None) -> Any:
-    """A group of some members, by their rank in `group`, while all of `group` make one each."""
+def subgroup(members: Sequence[int], group: dist.ProcessGroup, options: object = None) -> dist.ProcessGroup:
+    """A group of some members, by their rank in `group`, while all of `group` make one each.
+
+    options: the backend's (torch's pg_options).
+    """
     ranks = dist.get_process_group_ranks(group)
     return new_group([ranks[m] for m in members], group, options)
 
 
-def gather(x: Tensor, group: Any) -> list[Tensor]:
+def gather(x: Tensor, group: Group) -> list[Tensor]:
     """Every member's x, in rank order; all of one shape and dtype."""
     size, _ = world(group)
     if size == 1:
         return [x]
     out = [torch.empty_like(x) for _ in range(size)]
-    dist.all_gather(out, x.contiguous(), group=unmetered(group, x.nbytes * (size - 1)))
+    count_sent(group, x.nbytes * (size - 1))
+    dist.all_gather(out, x.contiguous(), group=unmetered(group))
     return out
 
 
-def arriving(outgoing: list[Tensor], sizes: list[int], group: Any) -> Iterator[tuple[int, Tensor]]:
+def arriving(outgoing: list[Tensor], sizes: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
     """Send outgoing[j] to member j; yield (member, what it sent here), sizes[member] bytes of uint8, own first.
 
     Step s sends to (r + s) mod P and receives from (r − s) mod P, so that no member is everybody's target at once
@@ -114,7 +133,8 @@ def arriving(outgoing: list[Tensor], sizes: list[int], group: Any) -> Iterator[t
     milliseconds apart would send one after the other instead of both at once.
     """
     size, rank = world(group)
-    group = unmetered(group, sum(x.nbytes for x in outgoing) - outgoing[rank].nbytes)
+    count_sent(group, sum(x.nbytes for x in outgoing) - outgoing[rank].nbytes)
+    process_group = None if size == 1 else unmetered(group)
     incoming = [torch.empty(n, dtype=torch.uint8, device=outgoing[rank].device) for n in sizes]
     posted = []
     for first in range(1, size, BUCKET):
@@ -122,9 +142,9 @@ def arriving(outgoing: list[Tensor], sizes: list[int], group: Any) -> Iterator[t
         for s in range(first, min(first + BUCKET, size)):
             to, source = (rank + s) % size, (rank - s) % size
             if outgoing[to].numel():
-                sends.append(dist.P2POp(dist.isend, outgoing[to].contiguous(), group=group, group_peer=to))
+                sends.append(dist.P2POp(dist.isend, outgoing[to].contiguous(), group=process_group, group_peer=to))
             if sizes[source]:
-                receives.append(dist.P2POp(dist.irecv, incoming[source], group=group, group_peer=source))
+                receives.append(dist.P2POp(dist.irecv, incoming[source], group=process_group, group_peer=source))
             sources.append(source)
         operations = receives + sends
         posted.append((sources, dist.batch_isend_irecv(operations) if operations else []))
@@ -136,15 +156,16 @@ def arriving(outgoing: list[Tensor], sizes: list[int], group: Any) -> Iterator[t
             yield source, incoming[source]
 
 
-def swap(outgoing: list[Tensor], sizes: list[int], group: Any) -> list[Tensor]:
+def swap(outgoing: list[Tensor], sizes: list[int], group: Group) -> list[Tensor]:
     """`arriving`, all of it, in member order."""
     arrived = dict(arriving(outgoing, sizes, group))
     return [arrived[member] for member in range(len(outgoing))]
 
 
-def all_reduce(x: Tensor, group: Any) -> Tensor:
+def all_reduce(x: Tensor, group: Group) -> Tensor:
     """The sum over the members, in a new tensor."""
     out, size = x.clone(), world(group)[0]
     if size > 1:
-        dist.all_reduce(out, group=unmetered(group, 2 * x.nbytes * (size - 1) // size))
+        count_sent(group, 2 * x.nbytes * (size - 1) // size)
+        dist.all_reduce(out, group=unmetered(group))
     return out

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs.lowrank import LowRank as LowRankCodec
 from thinwire.codecs.lowrank import matrix_shape, starting_factor
 from thinwire.collectives.base import Collective, State
-from thinwire.collectives.groups import all_reduce, world
+from thinwire.collectives.groups import Group, all_reduce, world
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
 
@@ -30,6 +29,8 @@ class LowRank(Collective):
     With `shapes` u is the flat concatenation of tensors of those shapes, and steps 1 and 3 are one all-reduce each
     for all of them. Every tensor gets what it would get in an exchange of its own with the same seed; the state of
     the i-th is "q<i>".
+
+    rank: columns of P and of Q, at least 1. shapes: as above; empty: u is one tensor of its own shape.
     """
 
     rank: int
@@ -43,7 +44,7 @@ class LowRank(Collective):
         return replace(self, shapes=tuple(tuple(shape) for shape in shapes))
 
     def exchange(
-        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+        self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         size, _ = world(group)
         parts = self._parts(u)
@@ -77,7 +78,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _mean(tensors: list[Tensor], size: int, group: Any) -> list[Tensor]:
+def _mean(tensors: list[Tensor], size: int, group: Group) -> list[Tensor]:
     """The mean over the members of every tensor, by one all-reduce."""
     whole = all_reduce(_flat(tensors), group) / size
     return [part.view(t.shape) for part, t in zip(whole.split([t.numel() for t in tensors]), tensors)]

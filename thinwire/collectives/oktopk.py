@@ -10,7 +10,6 @@ that keeps most entries home; coded indices and values, with what coding changed
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ import thinwire.collectives.thresholds as thresholds
 from thinwire.codecs import TopK
 from thinwire.codecs.entries import Entries
 from thinwire.collectives.base import Collective, State
-from thinwire.collectives.groups import all_reduce, gather, world
+from thinwire.collectives.groups import Group, all_reduce, gather, world
 from thinwire.collectives.regions import Picked, balanced_gather, put, split_and_reduce
 from thinwire.errors import UsageError
 from thinwire.kernels import select
@@ -34,7 +33,8 @@ class OkTopk(Collective):
 
     1. local: the k entries of largest |u|, found among the candidates that pass a predicted threshold
     2. every τ steps: all-reduce the index histogram, cut P regions of equal load; choose the owner shift
-    3. all-gather the P×P counts; 4. swap: each region's entries to its owner, in rotation; the owner adds what arrived
+    3. all-gather the P×P counts
+    4. swap: each region's entries to its owner, in rotation; the owner adds what arrived
     5. all-gather the owners' counts at a few thresholds around the predicted th_g; the one that about k pass is taken.
        Every τ′ steps, and where the prediction missed: all-reduce the owners' magnitude histograms instead
     6. where an owner is crowded, hand over contiguous shares (balance)
@@ -44,6 +44,11 @@ class OkTopk(Collective):
     `scope="model"`: k is the whole model's. Every unit is exchanged on its own, as early as it is there;
     `finish_step`, once per step, shares k out anew so that all units come to the same threshold. Without `finish_step`
     every unit keeps its own k.
+
+    density: k/n, the share of values selected, in (0, 1]. tau: τ, exchanges between two cuts of regions. tau_prime: τ′,
+    exchanges between two thresholds from histograms. values: how values travel, "fp32", "bf16" or "int8". indices: how
+    indices travel, "int32" or "coded" (Elias–Fano or a bitmap). scope: whose k, "unit" or "model". xi_every: exchanges
+    between two measurements of ξ (see `xi`), kept in the state; 0: none.
     """
 
     density: float
@@ -63,7 +68,7 @@ class OkTopk(Collective):
             raise UsageError(f"scope must be one of {', '.join(SCOPES)}, not {self.scope!r}")
 
     def exchange(
-        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+        self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         size, _ = world(group)
         flat = u.reshape(-1)
@@ -73,31 +78,36 @@ class OkTopk(Collective):
         k = TopK(self.density).count(n)
         if self.scope == "model":
             k = int(state.get("share", k))
+        # 1. this member's k largest
         picked = thresholds.pick(flat, k, state)
+        # 2. regions and their owners
         if "bounds" not in state or age % self.tau == 0 or state["bounds"].numel() != size + 1:
             self._cut_regions(picked[0], n, state, group)
         bounds, shift = state["bounds"].tolist(), int(state["shift"])
+        # 3. and 4. counts, then entries to their owners, who add them
         code = Entries(self.values, self.indices, later=True)
         region, mine, sent = split_and_reduce(picked, bounds, shift, code, group)
+        # 5. the sums that pass globally
         (index, sums), held = thresholds.pick_sums(region, k, state, group, fresh=age % self.tau_prime == 0)
         owned = index + bounds[mine], sums
-        everything = balanced_gather(owned, held, shift, n, code, group)
-        mean, own = put(n, everything[0], everything[1] / size), _passed(sent, everything[0], n)
+        # 6. and 7. balanced over the members, then to everybody
+        passed, values = balanced_gather(owned, held, shift, n, code, group)
+        mean, own = put(n, passed, values / size), _passed(sent, passed, n)
         if not code.is_exact:  # what coding did to the sums it owns
             select.scatter_add(own, owned[0], mean[owned[0]] * size - sums)
         code.raise_if_damaged()
-        state["selected"] = torch.tensor([picked[0].numel(), everything[0].numel()])  # locally, globally
+        state["selected"] = torch.tensor([picked[0].numel(), passed.numel()])  # locally, globally
         state["age"] = torch.tensor(age + 1)
         if self.xi_every and age % self.xi_every == 0:
-            state["xi"] = xi(flat, mean, everything[0].numel(), group)
+            state["xi"] = xi(flat, mean, passed.numel(), group)
         return mean.view(u.shape), own.view(u.shape)
 
-    def finish_step(self, states: list[State], numels: list[int], group: Any = None) -> None:
+    def finish_step(self, states: list[State], numels: list[int], group: Group = None) -> None:
         """Scope "model": every unit's share of k in the next step. Nothing is sent."""
         if self.scope == "model":
             thresholds.finish_step(states, numels, TopK(self.density).count(sum(numels)))
 
-    def _cut_regions(self, index: Tensor, n: int, state: State, group: Any) -> None:
+    def _cut_regions(self, index: Tensor, n: int, state: State, group: Group) -> None:
         """Step 2: boundaries of equal pooled load, and the shift that keeps most entries at home."""
         size, _ = world(group)
         bins = min(INDEX_BINS, n)
@@ -123,12 +133,12 @@ def _passed(sent: Picked, index: Tensor, n: int) -> Tensor:
     return put(n, sent[0], torch.where(passed[sent[0]], sent[1], 0))
 
 
-def xi(acc: Tensor, mean: Tensor, k: int, group: Any = None, gradient: Tensor | None = None) -> Tensor:
+def xi(acc: Tensor, mean: Tensor, k: int, group: Group = None, gradient: Tensor | None = None) -> Tensor:
     """0-d: ‖Topk(mean acc) − Topk(mean Topk(acc))‖ / ‖mean acc‖, by how much the method's mean misses the best k.
 
-    The proof of convergence asks for a bound on it, with the mean gradient below the line: pass this member's
-    `gradient` for that. `mean` is what exchange gave back for acc, with k entries. Expensive: one dense all-reduce, two
-    with a gradient; for small runs, or now and then.
+    acc: this member's accumulated gradient, what was exchanged. mean: what exchange gave back for it, with k entries.
+    group: the process group. gradient: this member's; the mean gradient is then below the line, as in the proof of
+    convergence, which asks for a bound. Expensive: one dense all-reduce, two with a gradient.
     """
     size, _ = world(group)
     true = all_reduce(acc.reshape(-1), group) / size

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.codecs.entries import Entries
-from thinwire.collectives.groups import arriving, gather, swap, world
+from thinwire.collectives.groups import Group, arriving, gather, swap, world
 from thinwire.kernels import select
 
 CROWDED = 2.0  # an owner with this many times the average hands entries to others before the all-gather
@@ -35,6 +34,7 @@ def cut(picked: Picked, bounds: list[int]) -> list[Picked]:
 
 
 def join(parts: list[Picked]) -> Picked:
+    """Entries of several parts, in their order, as one."""
     return torch.cat([i for i, _ in parts]), torch.cat([v for _, v in parts])
 
 
@@ -46,15 +46,17 @@ def zeros(n: int, like: Tensor) -> Tensor:
 
 
 def put(n: int, index: Tensor, values: Tensor) -> Tensor:
+    """float[n], zero but for these entries."""
     return select.scatter_add(zeros(n, values), index, values)
 
 
 def split_and_reduce(
-    picked: Picked, bounds: list[int], shift: int, code: Entries, group: Any
+    picked: Picked, bounds: list[int], shift: int, code: Entries, group: Group
 ) -> tuple[Tensor, int, Picked]:
     """(the sum over members of the region this member owns, which region that is, this member's entries as sent).
 
-    Region j belongs to member (j + shift) mod P. 1. all-gather the P counts of every member; 2. each region's coded
+    picked: this member's entries. bounds: the regions' P + 1 boundaries; region j belongs to member (j + shift) mod P.
+    code: how entries become bytes. 1. all-gather the P counts of every member; 2. each region's coded
     entries to its owner, in rotation; 3. the owner adds a bucket of messages while the next are in flight, always in
     the order of the rotation, so that a run repeats to the bit.
     """
@@ -77,8 +79,12 @@ def split_and_reduce(
     return region, mine, join([(i + lo, v) for (i, v), lo in zip(decoded, bounds)])
 
 
-def balanced_gather(picked: Picked, counts: list[int], shift: int, n: int, code: Entries, group: Any) -> Picked:
-    """Every owner's entries to every member, ascending; crowded owners hand over contiguous shares first."""
+def balanced_gather(picked: Picked, counts: list[int], shift: int, n: int, code: Entries, group: Group) -> Picked:
+    """Every owner's entries to every member, ascending; crowded owners hand over contiguous shares first.
+
+    picked: this member's entries of n values. counts: every member's. shift: region j belongs to member (j + shift) mod
+    P. code: how entries become bytes.
+    """
     size, rank = world(group)
     owners = [(region + shift) % size for region in range(size)]
     if max(counts) * size > CROWDED * sum(counts):
@@ -93,7 +99,7 @@ def balanced_gather(picked: Picked, counts: list[int], shift: int, n: int, code:
 
 
 def _hand_over(
-    picked: Picked, counts: list[int], owners: list[int], n: int, exact: Entries, group: Any
+    picked: Picked, counts: list[int], owners: list[int], n: int, exact: Entries, group: Group
 ) -> tuple[Picked, list[int]]:
     """All entries, ascending, re-cut into P shares that differ by at most one; exact values, only what moves."""
     size, rank = world(group)

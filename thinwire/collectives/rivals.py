@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from thinwire.codecs import TopK
 from thinwire.codecs.entries import Entries
 from thinwire.codecs.exact import Identity
 from thinwire.collectives.base import Collective, State
-from thinwire.collectives.groups import gather, swap, world
+from thinwire.collectives.groups import Group, gather, swap, world
 from thinwire.collectives.regions import put, region_bounds, split_and_reduce, zeros
 from thinwire.kernels import select
 
@@ -21,7 +20,11 @@ EXACT = Identity()
 
 @dataclass(frozen=True)
 class _Selecting(Collective):
-    """What the three have in common: how many entries, and how they are coded."""
+    """What the three have in common: how many entries, and how they are coded.
+
+    density: k/n, the share of values that a member selects, in (0, 1]. values: how values travel, "fp32", "bf16" or
+    "int8". indices: how indices travel, "int32" or "coded" (Elias–Fano or a bitmap).
+    """
 
     density: float
     values: str = "fp32"
@@ -36,12 +39,14 @@ class TopkAllgather(_Selecting):
     """Gather(TopK) with a choice of coding, and without P dense tensors: everybody's entries to everybody.
 
     1. exact top-k; 2. all-gather the coded entries (one size, known); 3. add them in rank order. 2k(P−1) words.
+
+    density: k/n, in (0, 1]. values: "fp32", "bf16" or "int8". indices: "int32" or "coded".
     """
 
     indices: str = "coded"
 
     def exchange(
-        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+        self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         size, rank = world(group)
         code, flat = Entries(self.values, self.indices, later=True), u.reshape(-1)
@@ -65,10 +70,12 @@ class TopkDSA(_Selecting):
     1. exact top-k; 2. exchange counts; 3. entries to the owner of their region, who adds them in rank order; 4. owners
     send the non-zeros of their region to all, as entries, or whole where more than a third is filled.
     4k(P−1)/P words when supports coincide, (2k+n)(P−1)/P when they fill up.
+
+    density: k/n, in (0, 1]. values: "fp32", "bf16" or "int8". indices: "int32" or "coded".
     """
 
     def exchange(
-        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+        self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         size, rank = world(group)
         code, flat = Entries(self.values, self.indices, later=True), u.reshape(-1)
@@ -105,10 +112,12 @@ class GTopk(_Selecting):
     1. exact top-k; 2. at level l rank r with bit l set sends its entries to r − 2^l, which adds them and keeps the k
     largest; 3. the root's k entries come back down the tree. What a merge rejects is taken off the merging rank's own,
     so it returns to its residual. 4k·log₂P words at the busiest ranks; any P.
+
+    density: k/n, in (0, 1]. values: "fp32", "bf16" or "int8". indices: "int32" or "coded".
     """
 
     def exchange(
-        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+        self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         size, rank = world(group)
         code, flat = Entries(self.values, self.indices, later=True), u.reshape(-1)
@@ -135,7 +144,7 @@ class GTopk(_Selecting):
         code.raise_if_damaged()
         return mean.view(u.shape), own.view(u.shape)
 
-    def _down(self, wire: Tensor, levels: list[int], size: int, rank: int, group: Any) -> Tensor:
+    def _down(self, wire: Tensor, levels: list[int], size: int, rank: int, group: Group) -> Tensor:
         """The root's message, passed down the same tree."""
         for level in reversed(levels):
             if rank % (2 * level) == level:
@@ -152,13 +161,13 @@ def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return index, values.new_zeros(index.numel()).index_add_(0, place, values)
 
 
-def _send(wire: Tensor, to: int, group: Any) -> None:
+def _send(wire: Tensor, to: int, group: Group) -> None:
     """To one member."""
     size, _ = world(group)
     swap([wire if j == to else wire[:0] for j in range(size)], [0] * size, group)
 
 
-def _receive(like: Tensor, source: int, group: Any) -> Tensor:
+def _receive(like: Tensor, source: int, group: Group) -> Tensor:
     """From one member, as many bytes as `like` has."""
     size, _ = world(group)
     return swap([like[:0]] * size, [like.numel() if j == source else 0 for j in range(size)], group)[source]

@@ -21,14 +21,14 @@ Everything is kept in `state`: "th_*" the prediction, "pace_*" the factor it is 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from thinwire.collectives.base import State
-from thinwire.collectives.groups import all_reduce, gather
+from thinwire.collectives.groups import Group, all_reduce, gather
 from thinwire.collectives.regions import Picked
 from thinwire.kernels import select
 
@@ -44,11 +44,16 @@ SHIFT = 0.5  # how much of the way to equal thresholds shares go in a step,
 LEAP = 2.0  # by at most this factor
 FINE_BINS = 1024  # of the histogram that refines one bin of the first
 FINE_SHIFT = select.HISTOGRAM_SHIFT - 10
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 SMALLEST = torch.finfo(torch.float32).tiny  # sums below this are nobody's entries
 
 
 def pick(flat: Tensor, k: int, state: State) -> Picked:
-    """The k largest of this member's values, in index order: exactly select.top(flat, k), at a third of its cost."""
+    """The k largest of this member's values, in index order: exactly select.top(flat, k), at a third of its cost.
+
+    flat: float[n]. state: the unit's; the prediction is taken from it and corrected in it.
+    """
     if "seen_l" in state:
         low = float(state["th_l"]) * AIM ** (-1 / float(state["seen_l"][2]))
         index, values, found = candidates(flat, low, min(flat.numel(), int(MOST * k)))
@@ -83,8 +88,12 @@ def _edge(values: Tensor, count: Tensor) -> tuple[float, float, float]:
     return exact, above, found
 
 
-def pick_sums(region: Tensor, k: int, state: State, group: Any, fresh: bool) -> tuple[Picked, list[int]]:
-    """This member's sums that pass globally, and how many every member has. `fresh`: from histograms in any case."""
+def pick_sums(region: Tensor, k: int, state: State, group: Group, fresh: bool) -> tuple[Picked, list[int]]:
+    """This member's sums that pass globally, and how many every member has.
+
+    region: the sums that this member owns. k: how many should pass, over all members. state: the unit's; the prediction
+    is taken from it and corrected in it. fresh: from histograms in any case.
+    """
     if not fresh and "seen_g" in state:
         slope = float(state["seen_g"][2])
         step = math.log(RATIO) / slope
@@ -105,7 +114,7 @@ def pick_sums(region: Tensor, k: int, state: State, group: Any, fresh: bool) -> 
     return picked, counts[:, 0].tolist()
 
 
-def _above(region: Tensor, grid: Tensor, group: Any) -> tuple[Picked, Tensor, Tensor]:
+def _above(region: Tensor, grid: Tensor, group: Group) -> tuple[Picked, Tensor, Tensor]:
     """This member's sums above the lowest of ascending thresholds; how many thresholds each of them passes; [members,
     grid]: how many sums pass each, everywhere."""
     picked = select.select(region, grid[0], region.numel())
@@ -114,7 +123,7 @@ def _above(region: Tensor, grid: Tensor, group: Any) -> tuple[Picked, Tensor, Te
     return picked, place, torch.stack(gather(passing.int(), group))
 
 
-def pooled_threshold(region: Tensor, k: int, group: Any) -> Tensor:
+def pooled_threshold(region: Tensor, k: int, group: Group) -> Tensor:
     """The k-th magnitude of the whole sum from all-reduced histograms: first its eighth of an octave, then 1/1024 of
     that (an eighth alone lets up to twice too many pass)."""
     counts = all_reduce(select.histogram(region.float()).int(), group)
@@ -147,21 +156,22 @@ def _learn(state: State, which: str, exact: float, count: int, slope: float) -> 
 
 def finish_step(states: list[State], numels: list[int], k: int) -> None:
     """After a step's last exchange: every unit's share of k in the next. Everybody saw the same sums pass, so all
-    members come to the same shares, and nothing is sent."""
+    members come to the same shares, and nothing is sent. states, numels: of the units; k: the whole model's."""
     known = [i for i, state in enumerate(states) if "seen_g" in state]
     seen = np.array([states[i]["seen_g"].tolist() for i in known]).reshape(-1, 3)
     for i, share in zip(known, shares(seen, np.array([numels[i] for i in known]), k)):
         states[i]["share"] = torch.tensor(int(share))
 
 
-def shares(seen: Any, numels: Any, k: int) -> Any:
+def shares(seen: Floats, numels: Ints, k: int) -> Ints:
     """int[units], their sum k: what each would select under one threshold for all, in SHIFT of the way to it.
 
-    Unit i selected c_i with th_i; under th it would be c_i·(th_i/th)^s_i. th is found by bisection.
+    seen: float[units, 3], every unit's last (threshold th_i, count c_i, slope s_i). numels: int[units], their sizes.
+    Under a threshold th unit i would select c_i·(th_i/th)^s_i; th is found by bisection.
     """
     thresholds, counts, slopes = np.maximum(seen, SMALLEST).T
 
-    def wanted(log_th: float) -> Any:
+    def wanted(log_th: float) -> Floats:
         leap = np.clip(np.exp(np.clip(SHIFT * slopes * (np.log(thresholds) - log_th), -50, 50)), 1 / LEAP, LEAP)
         return np.clip(counts * leap, 1, numels)
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from thinwire import codecs, collectives, memory
+from thinwire import codecs, memory
 from thinwire.codecs.base import Codec
-from thinwire.collectives import Collective, Dense
+from thinwire.collectives import COLLECTIVES, Collective, Dense
 from thinwire.config.presets import written_out
 from thinwire.config.stages import Stages, check_stages
 from thinwire.errors import UsageError
@@ -29,9 +29,6 @@ MEMORIES: dict[str, Callable[..., Memory]] = {
         memory.ErrorFeedback, memory.EControl, memory.Delta,
     )
 }  # fmt: skip
-COLLECTIVES: dict[str, Callable[..., Collective]] = {
-    plain_name(name): getattr(collectives, name) for name in collectives.__all__ if name not in ("Collective", "xi")
-}
 WHEN = ("always", "epilogue", "critical")
 SYNCS = ("separate", "fused")
 

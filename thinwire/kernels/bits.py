@@ -9,6 +9,7 @@ from thinwire.kernels.dispatch import choose, load
 
 
 def packed_bytes(n: int, bits: int) -> int:
+    """Length of n packed codes of so many bits."""
     return (n * bits + 7) // 8
 
 

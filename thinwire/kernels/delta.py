@@ -1,6 +1,6 @@
 """The fused activation delta: subtract the mirror, quantise, pack and update the mirror in one pass.
 
-    φ_B = [max_B|x − h| ≤ max_B|x|]      (gate=True; else 1)        one bit a block, at the end of the message
+    φ_B = [max_B|x − h| ≤ max_B|x|]      (gate=True; else 1)        one bit per block, at the end of the message
     u = x − φ·h ;  message = quantize(u) ;  y = φ·h + dequantize(message) ;  h ← y, in h's own dtype
 
 The sender and the receiver run the same arithmetic in float32 and round to the mirror's dtype once, so their
@@ -19,10 +19,12 @@ from thinwire.kernels.dispatch import choose, load
 
 
 def gate_bytes(n: int, block: int) -> int:
+    """Length of the gate's bitmap for n values: a bit per block."""
     return bitpack.packed_bytes(-(-n // block), 1)
 
 
 def delta_bytes(n: int, bits: int, block: int, dtype: torch.dtype, gate: bool) -> int:
+    """Exact length of the message of n values of that dtype, with or without a gate."""
     return q.quantized_bytes(n, bits, block, dtype) + (gate_bytes(n, block) if gate else 0)
 
 

@@ -15,6 +15,7 @@ from thinwire.kernels.dispatch import choose, load
 
 
 def low_bits(n: int, k: int) -> int:
+    """How many low bits of an index Elias–Fano stores as they are, for k indices below n."""
     return max(0, (n // k).bit_length() - 1)
 
 
@@ -25,6 +26,7 @@ def elias_fano_bytes(n: int, k: int) -> tuple[int, int]:
 
 
 def index_bytes(n: int, k: int) -> int:
+    """Exact length of k coded indices below n: the shorter of Elias–Fano and a bitmap."""
     if k in (0, n):
         return 0
     return min(sum(elias_fano_bytes(n, k)), bitpack.packed_bytes(n, 1))

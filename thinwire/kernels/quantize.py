@@ -25,14 +25,17 @@ GRID = 1 << 14  # resolution at which candidates are compared
 
 
 def qmax(bits: int) -> int:
+    """The largest code of the symmetric grid."""
     return (1 << (bits - 1)) - 1
 
 
 def scale_bytes(dtype: torch.dtype) -> int:
+    """Length of one scale, for values of that dtype."""
     return 8 if dtype == torch.float64 else 2
 
 
 def codes_bytes(n: int, bits: int) -> int:
+    """Length of n packed codes, padded to an even number."""
     return (bitpack.packed_bytes(n, bits) + 1) & ~1
 
 
@@ -182,6 +185,7 @@ def scale_values(tail: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def as_blocks(x: Tensor, block: int) -> Tensor:
+    """float[n] → float[blocks, block], the last one filled up with zeros."""
     count = -(-x.numel() // block)
     out = x.new_zeros(count * block)
     out[: x.numel()] = x
@@ -189,4 +193,5 @@ def as_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    """What values of that dtype are computed in: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -73,5 +73,6 @@ def to_bytes(code: Tensor) -> Tensor:
 
 
 def from_bytes(wire: Tensor) -> Tensor:
+    """The inverse of `to_bytes`."""
     pairs = wire.reshape(-1, 2).to(torch.int32)
     return pairs[:, 0] | (pairs[:, 1] << 8)

@@ -88,4 +88,5 @@ def scatter_add(out: Tensor, index: Tensor, values: Tensor, impl: str | None = N
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
+    """The bits of |x| as float32, int64: they order as the magnitudes do."""
     return (x.float().view(torch.int32) & 0x7FFFFFFF).long()

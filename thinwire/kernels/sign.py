@@ -17,6 +17,7 @@ GRID = 1 << 20
 
 
 def sign_bytes(n: int, block: int, dtype: torch.dtype) -> int:
+    """Exact length of the message of n values of that dtype."""
     return codes_bytes(n, 1) + -(-n // block) * scale_bytes(dtype)
 
 
@@ -45,6 +46,7 @@ def encode_sign(x: Tensor, block: int, impl: str | None = None) -> Tensor:
 
 
 def decode_sign(wire: Tensor, n: int, block: int, dtype: torch.dtype, impl: str | None = None) -> Tensor:
+    """The n values of a message, in `dtype`."""
     impl = choose(torch.empty(0, dtype=dtype, device=wire.device), impl)
     if impl != "reference":
         return load(impl, "sign").decode_sign(wire, n, block, dtype)

@@ -11,6 +11,7 @@ LARGEST = 3**5 - 1
 
 
 def trit_bytes(n: int) -> int:
+    """Length of n packed trits, five per byte."""
     return -(-n // 5)
 
 

@@ -1,57 +1,75 @@
 """A channel: a codec (point to point) or a collective (a group) with a memory.
 
 `send` and `recv` are the two ends of one wire, each with its own Channel; `reduce` is one member's part of a group.
-Keys name the state: a parameter, a boundary, a sample. Every message is a frame (codecs/frame.py). The rule that
-makes DIANA, error feedback, EF21, AQ-SGD and the rest is in memory/rule.py; nothing here knows their names.
+Keys name the state: a parameter, a boundary, a sample. Every message is a frame (codecs/frame.py): a header, and a body
+coded against the state (memory/keyed_codec.py). The rule that makes DIANA, error feedback, EF21, AQ-SGD and the rest is
+in memory/rule.py; nothing here knows their names.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import frame as framing
 from thinwire.codecs.base import Codec, describe_nonfinite, raw_bytes
+from thinwire.collectives.base import Collective, State
+from thinwire.collectives.groups import Group
 from thinwire.errors import UsageError
 from thinwire.kernels.checksum import checksums
 from thinwire.kernels.random import derive
 from thinwire.memory.deferred import DeferredChecks
-from thinwire.memory.rows import Rows
+from thinwire.memory.group_reduce import reduce_by_rule
+from thinwire.memory.keyed_codec import KeyedCodec, Layout
 from thinwire.memory.rule import Memory, Plain
 from thinwire.memory.state import KeyedState, key_name, parse_key
 from thinwire.memory.stats import Stats
-from thinwire.memory.store import Key
-from thinwire.memory.visit import Visits
+from thinwire.memory.store import Key, MessageKey
 
 FEW, MANY = 16, 2**20  # values; a codec that is refused for both is refused at once, others when they meet a size
 
 
 class Channel:
-    """One end of a wire, or one member of a group. `seed` is the run's, equal at both ends. `defer`: may checks of
-    messages wait for the step's end (`deferred`) where the caller allows it? None: on a card."""
+    """One end of a wire, or one member of a group.
+
+    codec: a codec, for `send` and `recv`; a collective, for `reduce`. memory: what is remembered (default: nothing).
+    seed: the run's, equal at both ends. name: shown in errors. measure_every: the error of every so manieth message is
+    measured (0: of none). defer: may checks of messages wait for the step's end (`resolve_checks`) where the caller
+    allows it? None: on a card.
+    """
 
     def __init__(
-        self, codec: Any, memory: Memory | None = None, *, seed: int = 0, name: str = "channel",
+        self, codec: Codec | Collective, memory: Memory | None = None, *, seed: int = 0, name: str = "channel",
         measure_every: int = 16, defer: bool | None = None,
     ) -> None:  # fmt: skip
-        self.codec, self.memory, self.seed, self.name = codec, memory or Plain(), seed, name
-        if not isinstance(codec, Codec) and not hasattr(codec, "exchange"):
+        if not isinstance(codec, (Codec, Collective)):
             raise UsageError(f"a channel takes a codec or a collective, not {codec!r}")
+        self.codec, self.seed, self.name, self.defer = codec, seed, name, defer
+        self.state = KeyedState(memory or Plain())
         if isinstance(codec, Codec) and (codec.omega(FEW) or 0) >= 1:
             self.memory.check(codec, MANY)
-        self.state = KeyedState(self.memory)
-        self.collective_state: dict[Key, dict[str, Tensor]] = {}
-        self.staged_collective: dict[Key, dict[str, Tensor]] = {}
+        self.collective_state: dict[Key, State] = {}
+        self.staged_collective: dict[Key, State] = {}
         self.step = 0
-        self.counts: dict[Any, int] = {}
-        self.deferred, self.defer = DeferredChecks(), defer
-        self.stats = Stats()
-        self.visits = Visits(codec, self.memory, self.state, self.stats, measure_every)
-        self.rows = Rows(self.visits)
+        self.counts: dict[Key | tuple[Key, ...], int] = {}  # messages of a key, or of a list of keys, in this step
+        self.deferred = DeferredChecks()
+        self.stats = Stats(measure_every=measure_every)
+
+    @property
+    def memory(self) -> Memory:
+        """The memory; change it with `change_memory`."""
+        return self.state.memory
+
+    def change_memory(self, memory: Memory) -> None:
+        """From now on `memory`, with the same store; residuals of another memory are dropped."""
+        if memory != self.memory:
+            self.state.memory = memory
+            for key in list(self.state.stores["e"]):
+                self.state.stores["e"].forget(key)
 
     # --- steps: writes between begin and commit are kept together or dropped together
 
@@ -63,9 +81,10 @@ class Channel:
         self.deferred.open.clear()
 
     def commit(self) -> None:
+        """Keep every write since begin. Deferred checks must have been resolved."""
         if self.deferred.open:
             raise RuntimeError(
-                f"{self.name}: messages of this step were not looked at: resolve_checks() before commit()"
+                f"{self.name}: checks of this step's messages are open: resolve_checks() before commit()"
             )
         self.state.commit()
         self.collective_state.update(self.staged_collective)
@@ -78,110 +97,98 @@ class Channel:
         self.stats.rollbacks += 1
 
     def resolve_checks(self) -> list[tuple[list[Key], bool]]:
-        """Look at what was left for later; where anything is told here, roll back."""
+        """Read the checks that were deferred. Of every message that failed: its keys, and whether it was not the
+        expected one (else it was, and not finite). Where there is any, roll back."""
         return self.deferred.resolve(self.stats)
 
     # --- point to point
 
-    def send(self, key: Key | Sequence[Key], x: Tensor, *, nonfinite: str = "raise") -> Tensor:
-        """x → frame. A list of keys gives every row of x its own state.
+    def send(self, key: MessageKey, x: Tensor, *, nonfinite: str = "raise") -> Tensor:
+        """x → frame, uint8[nbytes]. A list of keys gives every row of x its own state.
 
-        NaN or Inf: ValueError naming the key; with nonfinite="flag" a frame of the usual size that says so, and no
-        change of state (the receiver gets NaN, and the step is for the caller to roll back); with nonfinite="later" the
-        host may leave it to `deferred`, and then has to roll back.
+        nonfinite: what NaN or Inf does. "raise": ValueError naming the key. "flag": a frame of the usual size that says
+        so, and no change of state (the receiver gets NaN, and the step is for the caller to roll back). "later": the
+        same, or the check may be deferred (`resolve_checks`), and the caller then has to roll back.
         """
-        if not isinstance(key, (str, int)):
-            self._check_rows(key, tuple(x.shape))
-        later = nonfinite == "later" and self._may_defer(x.device)
-        frame = torch.empty(self.nbytes(key, x.shape, x.dtype), dtype=torch.uint8, device=x.device)
+        layout = self._layout(key, tuple(x.shape), x.dtype)
+        header = self._header(key, layout.kind)
+        frame = torch.empty(framing.BYTES + layout.nbytes, dtype=torch.uint8, device=x.device)
         body = frame[framing.BYTES :]
-        if isinstance(key, (str, int)):
-            kind, finite = self.visits.encode(key, x, self._seed(key), body, later)
-        else:
-            kind, finite = framing.ROWS, self.rows.encode(key, x, self._seed, body, later)
+        later = nonfinite == "later" and self._may_defer(x.device)
+        finite = self._coder().encode(layout, x, body, later)
         if isinstance(finite, Tensor):
             self.deferred.add(key, None, finite)
-            framing.seal(self._header(key, kind), frame, finite)
+            framing.seal(header, frame, finite)
+        elif finite:
+            framing.seal(header, frame)
+        elif nonfinite == "raise":
+            raise ValueError(f"{self.name}: cannot send {key!r}: {describe_nonfinite(x)}")
         else:
-            if not finite and nonfinite == "raise":
-                raise ValueError(f"{self.name}: cannot send {key!r}: {describe_nonfinite(x)}")
-            if not finite:
-                self.stats.nonfinite += 1
-                kind |= framing.NONFINITE
-                body.zero_()
-            framing.seal(self._header(key, kind), frame)
-        self._advance(key)
-        self.stats.count(frame.numel(), x.numel() * x.element_size())
+            self.stats.nonfinite += 1
+            body.zero_()
+            flagged = (header.kind & ~framing.REFRESH) | framing.NONFINITE  # x does not follow in full
+            framing.seal(replace(header, kind=flagged), frame)
+        self._count(key, frame.numel(), x.nbytes)
         return frame
 
     def recv(
-        self, key: Key | Sequence[Key], wire: Tensor, shape: Sequence[int], dtype: torch.dtype, *, later: bool = False
+        self, key: MessageKey, wire: Tensor, shape: Sequence[int], dtype: torch.dtype, *, later: bool = False
     ) -> Tensor:
-        """Frame → y. A frame that is not the expected one raises ValueError and changes nothing; with `later` the host
-        may leave that to `deferred`, y is then NaN, and the caller has to roll back."""
+        """Frame → y of that shape and dtype. A frame that is not the expected one raises ValueError and changes
+        nothing; with `later` the check may be deferred (`resolve_checks`): y is then NaN, and the caller has to roll
+        back."""
         if later and self._may_defer(wire.device):
-            y = self._recv_unseen(key, wire, tuple(shape), dtype)
+            y = self._recv_unchecked(key, wire, tuple(shape), dtype)
         else:
-            y = self._recv(key, wire, shape, dtype)
-        self._advance(key)
-        self.stats.count(wire.numel(), math.prod(shape) * dtype.itemsize)
+            y = self._recv(key, wire, tuple(shape), dtype)
+        self._count(key, wire.numel(), math.prod(shape) * dtype.itemsize)
         return y
 
-    def _recv(self, key: Key | Sequence[Key], wire: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def _recv(self, key: MessageKey, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         try:
             kind, body = framing.unseal(wire, self._header(key, 0))
             if kind & framing.NONFINITE:
                 self.stats.nonfinite += 1
-                y = torch.full(tuple(shape), torch.nan, dtype=dtype, device=wire.device)
-            elif isinstance(key, (str, int)):
-                y = self.visits.decode(key, kind, body, tuple(shape), dtype, self._seed(key))
-            else:
-                self._check_rows(key, tuple(shape))
-                y, _ = self.rows.decode(key, body, tuple(shape), dtype, self._seed)
+                return torch.full(shape, torch.nan, dtype=dtype, device=wire.device)
+            warm = [bool(kind & framing.WARM)] if isinstance(key, (str, int)) else framing.warm_rows(body, len(key))
+            return self._coder().decode(self._layout(key, shape, dtype, warm), body, shape, dtype)
         except ValueError as error:
             self.stats.rejected += 1
             raise ValueError(f"{self.name}, {key!r}: {error}") from error
-        return y
 
-    def _recv_unseen(
-        self, key: Key | Sequence[Key], wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
-        """The same without looking: decoded as what this end expects, NaN where it was something else."""
-        if isinstance(key, (str, int)):
-            warm = self.memory.cold_start and self.is_warm(key, shape)
-            good, finite, body = framing.inspect(wire, self._header(key, framing.WARM if warm else 0))
-            y = self.visits.decode(key, framing.WARM if warm else 0, body, shape, dtype, self._seed(key))
-        else:
-            self._check_rows(key, shape)
-            good, finite, body = framing.inspect(wire, self._header(key, framing.ROWS))
-            y, same = self.rows.decode(key, body, shape, dtype, self._seed, later=True)
-            good = good & same
+    def _recv_unchecked(self, key: MessageKey, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The same without the host reading anything: decoded as what this end expects, NaN where it was not."""
+        layout = self._layout(key, shape, dtype)
+        good, finite, body = framing.inspect(wire, self._header(key, layout.kind))
+        if layout.warm is not None:
+            good = good & framing.has_warm_rows(body, layout.warm)
+        y = self._coder().decode(layout, body, shape, dtype)
         self.deferred.add(key, good, finite)
         return torch.where(good & finite, y, torch.nan)
 
     def _may_defer(self, device: torch.device) -> bool:
-        """Can messages be left to `deferred`? In an open step, by codecs that look at nothing; worth it on a card."""
+        """Can checks be deferred? In an open step, by codecs that never wait for a card; worth it on a card."""
         wanted = device.type == "cuda" if self.defer is None else self.defer
-        blind = self.codec.is_blind and (self.memory.cold is None or self.memory.cold.is_blind)
-        return wanted and blind and not self.memory.refresh and self.state.staged is not None
+        cold = self.memory.cold
+        never_syncs = isinstance(self.codec, Codec) and self.codec.never_syncs and (cold is None or cold.never_syncs)
+        return wanted and never_syncs and not self.memory.refresh and self.state.staged is not None
 
-    def nbytes(self, key: Key | Sequence[Key], shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Exactly how long the next frame for this key will be, at either end."""
-        if isinstance(key, (str, int)):
-            return framing.BYTES + self._body_bytes(key, tuple(shape), dtype)
-        return framing.BYTES + self.rows.nbytes(key, tuple(shape[1:]), dtype, self._seed, None)
+    def nbytes(self, key: MessageKey, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Exactly how long the next frame for this key and a tensor of that shape and dtype will be, at either end."""
+        return framing.BYTES + self._layout(key, tuple(shape), dtype).nbytes
 
     def is_warm(self, key: Key, shape: Sequence[int]) -> bool:
         """Does this end hold a mirror of that shape for the key?"""
-        return self.visits.is_warm(key, tuple(shape))
+        return self.state.is_warm(key, tuple(shape))
 
     def digest(self, key: Key) -> int:
+        """The checksum of a key's mirror, −1 where there is none."""
         return int(self.digests([key])[0])
 
     def digests(self, keys: Sequence[Key]) -> Tensor:
         """int64[keys]: checksums of the keys' mirrors, for the two ends to compare; −1 where there is none."""
         out = torch.full((len(keys),), -1, dtype=torch.int64)
-        alike: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}
+        alike: dict[tuple[torch.dtype, torch.Size, torch.device], list[tuple[int, Tensor]]] = {}
         for i, key in enumerate(keys):
             h = self.state.read("h", key)
             if h is not None:
@@ -198,43 +205,26 @@ class Channel:
 
     # --- a group
 
-    def reduce(self, key: Key, x: Tensor, group: Any = None) -> Tensor:
-        """The mean of x over the group, through the collective: y = h̄ + mean d_i."""
-        memory, work = self.memory, torch.promote_types(x.dtype, torch.float32)
-        x, e, h = x.to(work), self.state.read("e", key), self.visits.shift(key, x.to(work))
-        u = memory.outgoing(x, e, h)
-        state = dict(self.staged_collective.get(key) or self.collective_state.get(key, {}))
-        seed = derive(self.seed, self.step, key, self.counts.get(key, 0))
-        mean, own = self.codec.exchange(u, group, state=state, key=key, step=self.step, seed=seed)
-        center = self.state.read("m", key) if memory.mirrored else self.codec.mean(h, group) if h is not None else None
-        y = mean if center is None else center + mean
-        if memory.beta is not None:
-            self.state.write("e", key, memory.residual(x, e, h, own))
-        if memory.mirrored:
-            self._move_group_shifts(key, x, h, own, center, mean, group)
-        (self.collective_state if self.state.staged is None else self.staged_collective)[key] = state
+    def reduce(self, key: Key, x: Tensor, group: Group = None) -> Tensor:
+        """The mean of x over the group, through the collective: y = h̄ + mean d_i (memory/group_reduce.py)."""
+        if not isinstance(self.codec, Collective):
+            raise UsageError(f"{self.name}: reduce takes a collective, not {self.codec!r}")
+        own_state = dict(self.staged_collective.get(key) or self.collective_state.get(key, {}))
+        y = reduce_by_rule(
+            self.codec, self.state, key, x, group, collective_state=own_state, step=self.step, seed=self._seed(key)
+        )
+        kept = self.collective_state if self.state.staged is None else self.staged_collective
+        kept[key] = own_state
         self._advance(key)
         return y
-
-    def _move_group_shifts(
-        self, key: Key, x: Tensor, h: Tensor | None, own: Tensor, center: Tensor | None, mean: Tensor, group: Any
-    ) -> None:
-        """h_i ← h_i + α·own and h̄ ← h̄ + α·mean; on a refresh h_i ← x and h̄ ← mean x (the coin is the group's)."""
-        coin = derive(self.seed, self.step, key, self.counts.get(key, 0))
-        if self.memory.refresh:
-            if self.memory.refreshes(coin):
-                self.state.write("h", key, x.clone())
-                self.state.write("m", key, self.codec.mean(x, group))
-            return
-        alpha = self.memory.alpha_for(getattr(self.codec, "codec", self.codec), x.numel())
-        zero = torch.zeros_like(x)
-        self.state.write("h", key, self.memory.shifted(zero if h is None else h, own, alpha))
-        self.state.write("m", key, self.memory.shifted(zero if center is None else center, mean, alpha))
 
     # --- checkpoints
 
     def state_dict(self, mirrors: bool = True) -> dict[str, Tensor]:
-        """Tensors only (loads with weights_only=True): residuals, mirrors, factors, collective state, step, counts."""
+        """Tensors only (loads with weights_only=True): residuals, mirrors, factors, collective state, step, counts.
+
+        mirrors: with the shifts h.
+        """
         out = self.state.state_dict(() if mirrors else ("h",))
         for key, tensors in self.collective_state.items():
             out |= {f"c/{key_name(key)}/{name}": value.clone() for name, value in tensors.items()}
@@ -242,6 +232,7 @@ class Channel:
         return out | {"step": torch.tensor(self.step)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Replace all state by what `state_dict` gave."""
         self.state.load_state_dict(state)
         self.step = int(state["step"])
         self.counts = {parse_key(k[6:]): int(n) for k, n in state.items() if k.startswith("count/")}
@@ -251,30 +242,45 @@ class Channel:
                 key, _, field = name[2:].rpartition("/")
                 self.collective_state.setdefault(parse_key(key), {})[field] = value.clone()
 
-    # --- rows
+    # --- layouts, seeds, headers and counts of messages
+
+    def _coder(self) -> KeyedCodec:
+        if not isinstance(self.codec, Codec):
+            raise UsageError(f"{self.name}: messages between two ends take a codec, not {self.codec!r}")
+        return KeyedCodec(self.codec, self.state, self.stats)
+
+    def _layout(
+        self, key: MessageKey, shape: tuple[int, ...], dtype: torch.dtype, warm: list[bool] | None = None
+    ) -> Layout:
+        if not isinstance(key, (str, int)):
+            self._check_rows(key, shape)
+        return self._coder().layout(key, shape, dtype, self._seed, warm)
 
     def _check_rows(self, keys: Sequence[Key], shape: tuple[int, ...]) -> None:
         if not isinstance(keys, Sequence):
-            raise ValueError(f"{self.name}: key {keys!r}: must be a text, a whole number, or a list of them, one a row")
+            raise ValueError(
+                f"{self.name}: key {keys!r}: must be a text, a whole number, or a list of them, one per row"
+            )
         if not shape or shape[0] != len(keys):
-            raise ValueError(f"{self.name}: {len(keys)} keys for a tensor of shape {shape}: one key a row")
+            raise ValueError(f"{self.name}: {len(keys)} keys for a tensor of shape {shape}: one key per row")
         if len(set(keys)) != len(keys):
             twice = next(k for k in keys if list(keys).count(k) > 1)
             raise ValueError(f"{self.name}: key {twice!r} stands twice in one message")
 
-    # --- seeds and headers
-
-    def _body_bytes(self, key: Key, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return self.visits.body_bytes(shape, dtype, self._seed(key), self.is_warm(key, shape))
-
     def _seed(self, key: Key) -> int:
         return derive(self.seed, self.step, key, self.counts.get(key, 0))
 
-    def _header(self, key: Key | Sequence[Key], kind: int) -> framing.Header:
+    def _header(self, key: MessageKey, kind: int) -> framing.Header:
         name = key if isinstance(key, (str, int)) else tuple(key)
         return framing.Header(kind, self.counts.get(name, 0), self.step, framing.key_hash(name))
 
-    def _advance(self, key: Key | Sequence[Key]) -> None:
+    def _count(self, key: MessageKey, wire_bytes: int, raw_bytes: int) -> None:
+        """A message was sent or received."""
+        self.stats.count(wire_bytes, raw_bytes)
+        self._advance(key)
+
+    def _advance(self, key: MessageKey) -> None:
+        """The next message of these keys has another count, and so another seed."""
         keys = [key] if isinstance(key, (str, int)) else [*key, tuple(key)]
         for one in keys:
             self.counts[one] = self.counts.get(one, 0) + 1

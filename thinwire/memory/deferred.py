@@ -1,40 +1,45 @@
-"""Messages that nobody has looked at yet: on a card, to look is to wait for it.
+"""Checks of messages that are read at the end of a step: on a card, to read one at once is to wait for it.
 
-A step's messages are sent and received with their checks computed on the card; the host reads them all at once when the
-step ends, and rolls it back where one was not as it should be.
+A step's messages are sent and received with their checks computed on the card; the host reads them all together when
+the step ends, and rolls it back where one failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.memory.stats import Stats
-from thinwire.memory.store import Key
+from thinwire.memory.store import Key, MessageKey
 
 
 @dataclass(frozen=True)
 class DeferredCheck:
-    """0-d bools on the message's device: "it is the expected one" (None: one's own), "all of it is finite"."""
+    """The checks of one message, 0-d bools on its device.
 
-    key: Key | Sequence[Key]
+    key: the message's. good: it is the one that was expected (None: this end sent it). finite: all its values are.
+    """
+
+    key: MessageKey
     good: Tensor | None
     finite: Tensor
 
 
 class DeferredChecks:
+    """The checks of a step's messages that have not been read yet (`open`)."""
+
     def __init__(self) -> None:
         self.open: list[DeferredCheck] = []
 
-    def add(self, key: Key | Sequence[Key], good: Tensor | None, finite: Tensor) -> None:
+    def add(self, key: MessageKey, good: Tensor | None, finite: Tensor) -> None:
+        """Leave a message's checks for later; the arguments are DeferredCheck's."""
         self.open.append(DeferredCheck(key, good, finite))
 
     def resolve(self, stats: Stats) -> list[tuple[list[Key], bool]]:
-        """Look. Of every message that was not as it should be, its keys and whether it was not the expected one (else:
-        it was, and not finite)."""
+        """Read them, and count in `stats`. Of every message that failed: its keys, and whether it was not the expected
+        one (else it was, and not finite)."""
         deferred, self.open = self.open, []
         if not deferred:
             return []

@@ -17,6 +17,8 @@ Coming = tuple[Entry, torch.cuda.Event]  # on the card once the event has happen
 
 
 class HostStore(RamStore):
+    """RamStore with the values of CUDA tensors in pinned host memory. dtype, capacity: as RamStore's."""
+
     def __init__(self, dtype: str = "bf16", capacity: float | int | str = 1.0) -> None:
         super().__init__(dtype, capacity)
         self.streams: dict[Key, torch.cuda.Stream] = {}  # of the keys that belong to a card

@@ -1,4 +1,4 @@
-"""Keyed state between visits: in RAM, or in a bounded file read and written by position (pread/pwrite).
+"""Keyed values between messages: in RAM, or in a bounded file read and written by position (pread/pwrite).
 
 A value is rounded to the store's dtype once, when it is put (`pack`); sender and receiver run the same code, so
 their copies are bitwise equal. A memory-mapped file would show up as resident memory; positional reads do not.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from thinwire.codecs.quantize import Quantize
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
 
-Key = str | int
+Key = str | int  # of a value: a parameter's name, a boundary, a sample's id
+MessageKey = Key | Sequence[Key]  # of a message: one key, or one per row
 EIGHT_BIT = Quantize(8, block=64)
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -34,11 +35,16 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that it takes."""
         return self.data.numel() * self.data.element_size()
 
 
 class RamStore:
-    """Entries in a dictionary. `dtype`: native (float32, or float64 as given), fp32, bf16 or int8 (blocks of 64)."""
+    """Entries in a dictionary.
+
+    dtype: what values are rounded to: native (float32, or float64 as given), fp32, bf16 or int8 (blocks of 64).
+    capacity: the share of keys kept (float), or bytes (int, "2GB").
+    """
 
     def __init__(self, dtype: str = "native", capacity: float | int | str = 1.0) -> None:
         self.dtype = dtype
@@ -54,6 +60,7 @@ class RamStore:
         return Entry(value.to(self.mirror_dtype(value.dtype)), shape)
 
     def unpack(self, entry: Entry) -> Tensor:
+        """The value of an entry, in the dtype of `mirror_dtype`."""
         if self.dtype == "int8":
             return EIGHT_BIT.decode(entry.data, entry.shape, torch.float32)
         return entry.data.view(entry.shape)
@@ -73,6 +80,7 @@ class RamStore:
         return self.share >= 1 or derive("pin", key) < self.share * 2**63
 
     def get(self, key: Key) -> Entry | None:
+        """What is kept of a key, on the device where it is used; None where nothing is."""
         return self.entries.get(key)
 
     def at_rest(self, key: Key) -> Entry | None:
@@ -91,16 +99,20 @@ class RamStore:
         return True
 
     def forget_if_reshaped(self, key: Key, entry: Entry) -> None:
+        """Forget a key whose kept value is of another size than its next one."""
         if key in self and self.size_of(key) != entry.nbytes:
             self.forget(key)
 
     def size_of(self, key: Key) -> int:
+        """Bytes that a kept key takes."""
         return self.entries[key].nbytes
 
     def shape_of(self, key: Key) -> tuple[int, ...] | None:
+        """The shape of a key's value, without reading it; None where nothing is kept."""
         return self.entries[key].shape if key in self.entries else None
 
     def forget(self, key: Key) -> None:
+        """Drop a key, if it is kept."""
         if key in self.entries:
             self.used -= self.entries.pop(key).nbytes
 
@@ -117,6 +129,7 @@ class RamStore:
         """These keys will be read in the next step. May run beside readers, never beside writers."""
 
     def close(self) -> None:
+        """Forget everything."""
         self.entries.clear()
         self.used = 0
 
@@ -133,6 +146,7 @@ class FileStore(RamStore):
     """The same, in one file: an index in RAM, values by pread and pwrite. The file is this store's alone.
 
     What a step is about to read is held in RAM once (`load`); what the next will read may come early (`prefetch`).
+    path: the file, made anew. dtype, capacity: as RamStore's.
     """
 
     def __init__(self, path: str | Path, dtype: str = "bf16", capacity: float | int | str = 1.0) -> None:

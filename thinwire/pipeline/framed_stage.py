@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.groups import whole
+from thinwire.collectives.groups import explicit
 from thinwire.errors import UsageError
 from thinwire.pipeline.early_receives import Receive, empty_receives
 from thinwire.pipeline.lane import Lane, is_refusal
@@ -230,7 +230,7 @@ class FramedStage(PlannedStage):
         assert self.plan is not None
         message = self.plan.outgoing["forward"][chunk]
         following = self.stage_index + 1
-        peer = dist.get_process_group_ranks(whole(self.group))[self.rank_of[following]]
+        peer = dist.get_process_group_ranks(explicit(self.group))[self.rank_of[following]]
         for i, (shape, dtype) in enumerate(outputs):
             frame = lane.refusal(message, i, shape, torch.empty(0, dtype=dtype))
             dist.send(frame, peer, self.group_towards(following), message.tag(i))

@@ -222,10 +222,7 @@ class Lane:
     def _change_memory(self, memory: Memory) -> None:
         """Use another memory from the next step on; residuals of the former one are dropped."""
         for channel in self.coded.values():
-            if channel.memory != memory:
-                channel.memory = channel.visits.memory = memory
-                for key in list(channel.state.stores["e"]):
-                    channel.state.stores["e"].forget(key)
+            channel.change_memory(memory)
 
     def rescale(self, factor: float) -> None:
         """The loss scale has changed by `factor`, and with it the unit of the residuals."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.groups import subgroup, whole, world
+from thinwire.collectives.groups import explicit, subgroup, world
 from thinwire.errors import UsageError
 from thinwire.pipeline.lane import DIRECTIONS
 from thinwire.torch_private.pipelining import only_stage, pretend_stages
@@ -145,12 +145,12 @@ def make_transports(
         for direction in DIRECTIONS:
             left = stage if stage % 2 == parity else stage - 1
             if left < 0 or left + 1 not in rank_of:
-                subgroup([rank], whole(group))
+                subgroup([rank], explicit(group))
                 continue
-            pair = subgroup([rank_of[left], rank_of[left + 1]], whole(group), _one_block(device))
+            pair = subgroup([rank_of[left], rank_of[left + 1]], explicit(group), _one_block(device))
             is_out = (direction == "forward") == (left == stage)
             peer = rank_of[left + 1] if left == stage else rank_of[left]
-            ranks = dist.get_process_group_ranks(whole(group))
+            ranks = dist.get_process_group_ranks(explicit(group))
             stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
             transport = Transport(pair, dist.get_group_rank(pair, ranks[peer]), stream)
             byte = [torch.zeros(1, dtype=torch.uint8, device=device)]

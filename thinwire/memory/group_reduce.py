@@ -1,0 +1,50 @@
+"""The rule (rule.py) over a group: every member sends through a collective, all get the mean.
+
+    u_i = s·x_i + η·e_i − h_i ;  (mean d, own_i) = exchange(u_i) ;  y = h̄ + mean d
+    e_i ← β(e_i + s·x_i − h_i − own_i) ;  h_i ← h_i + α·own_i ;  h̄ ← h̄ + α·mean d
+
+On a refresh, which the whole group draws alike, h_i ← x_i and h̄ ← mean x.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec
+from thinwire.collectives.base import Collective, State
+from thinwire.collectives.groups import Group
+from thinwire.memory.state import KeyedState
+from thinwire.memory.store import Key
+
+
+def reduce_by_rule(
+    collective: Collective, state: KeyedState, key: Key, x: Tensor, group: Group, *, collective_state: State, step: int,
+    seed: int,
+) -> Tensor:  # fmt: skip
+    """The mean of x over the group.
+
+    collective: how members exchange. state: this member's keyed state, with the memory; key: whose. x: this member's
+    tensor. group: the process group. collective_state: the collective's own tensors for this key, replaced in place.
+    step, seed: the step's number and the message's seed, equal on all members.
+    """
+    memory = state.memory
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    e, h = state.residual(key, x.shape), state.shift(key, x)
+    u = memory.outgoing(x, e, h)
+    mean, own = collective.exchange(u, group, state=collective_state, key=key, step=step, seed=seed)
+    center = state.read("m", key) if memory.mirrored else None
+    if h is not None and not memory.mirrored:
+        center = collective.mean(h, group)  # of fixed shifts
+    if memory.beta is not None:
+        state.write("e", key, memory.residual(x, e, h, own))
+    if memory.mirrored:
+        refresh = memory.refreshes(seed)
+        codec: Codec | None = getattr(collective, "codec", None)  # Gather's and TwoHop's
+        moved = memory.next_shift(h, own, codec, x.clone() if refresh else None)
+        if moved is not None:
+            state.write("h", key, moved)
+        moved = memory.next_shift(center, mean, codec, collective.mean(x, group) if refresh else None)
+        if moved is not None:
+            state.write("m", key, moved)
+    return mean if center is None else center + mean

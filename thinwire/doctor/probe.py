@@ -12,12 +12,14 @@ The listener sends nothing but to who asked it, and connects to nobody else.
 
 from __future__ import annotations
 
+import errno
 import json
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -215,21 +217,29 @@ def _ping(peer: socket.socket, address: str) -> None:
 
 
 def _download(peer: socket.socket, address: str) -> None:
-    try:
+    with _may_hang_up():
         pour(peer)
         peer.shutdown(socket.SHUT_WR)
         peer.recv(1)
-    except ConnectionError:  # the asker has seen enough
-        return
 
 
 def _upload(peer: socket.socket, address: str) -> None:
     say(peer, {"rate": count(peer)})
-    try:
+    with _may_hang_up():
         while peer.recv(1 << 16):  # what is on its way, so that our answer is not cut off
             pass
+
+
+@contextmanager
+def _may_hang_up() -> Iterator[None]:
+    """The asker drops the connection when it has measured enough; that ends an answer, and is no failure of it."""
+    try:
+        yield
     except ConnectionError:
         return
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:  # shutdown after the asker's reset has arrived
+            raise
 
 
 def _port(peer: socket.socket, address: str) -> None:

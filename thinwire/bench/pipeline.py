@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.pipeline_modes import MODES, Mode, predicted_bytes
+from thinwire.bench.pipeline_modes import MODES, OURS, Mode, predicted_bytes
 from thinwire.bench.pipeline_ranks import SCHEDULES, Setup, pretrain, time_steps, train
 from thinwire.bench.pipeline_table import show, summed
 from thinwire.config.quantities import SLOWEST, parse_rate
@@ -86,6 +86,9 @@ class Bench:
             before = read_json(path)
             if before.get("setup") != self.result["setup"]:
                 raise UsageError(f"{path}: was made with other settings: {before.get('setup')}")
+            unknown = {row["mode"] for kind in ("loss", "time") for row in before[kind]} - MODES.keys()
+            if unknown:
+                raise UsageError(f"{path}: has rows of {', '.join(sorted(unknown))}; modes are {', '.join(MODES)}")
             self.result = before
 
     def has(self, kind: str, **what: Any) -> bool:
@@ -203,7 +206,7 @@ def _chosen(only: str) -> dict[str, Mode]:
             raise UsageError(f"--only {word}: no mode's name contains it; there are {', '.join(MODES)}")
 
     def chosen(name: str, mode: Mode) -> bool:
-        ours = ABLATIONS in words and (mode.ablation or name == "best")
+        ours = ABLATIONS in words and (mode.ablation or name == OURS)
         return not words or name == "fp32" or ours or any(word in name.lower() for word in words)
 
     return {name: mode for name, mode in MODES.items() if chosen(name, mode)}

@@ -29,7 +29,7 @@ def show(result: dict[str, Any], names: list[str]) -> None:
         table("held-out loss, evaluated uncompressed", LOSS, cells, LOSS_CAPTION)
     if result["time"]:
         rows = sorted(result["time"], key=lambda row: -(row["rate"] or 1e99))
-        table("seconds a step", COLUMNS, [_time_cells(result, row) for row in rows], CAPTION)
+        table("seconds per step", COLUMNS, [_time_cells(result, row) for row in rows], CAPTION)
         table("bytes", BYTES, [_byte_cells(row) for row in rows if "counted" in row], BYTES_CAPTION)
         for line in stands_for(result):
             print(line)

@@ -41,12 +41,13 @@ class Row:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of `thinwire bench allreduce`."""
     parser.add_argument("--hosts", default="2,4,8", help="comma-separated (%(default)s)")
     parser.add_argument("--rate", default="20mbit", help="of every host's link (%(default)s)")
     parser.add_argument("--latency", default="0ms", help="one way, host to host (%(default)s)")
     parser.add_argument("--numel", default="10e6", help="values to reduce (%(default)s)")
     parser.add_argument("--density", type=float, default=0.01, help="share that sparse ones pick (%(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="exchanges a launch; long ones once (%(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="exchanges per launch; long ones once (%(default)s)")
     parser.add_argument("--rounds", type=int, default=1, help="launches of each, in turn (%(default)s)")
     parser.add_argument("--workers", choices=WORKERS, default=WORKERS[0], help="gradients (%(default)s)")
     parser.add_argument("--only", default="", metavar="WORDS", help="names that contain one of these, comma-separated")
@@ -55,6 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Carry out `thinwire bench allreduce` as `args` says; the exit status."""
     hosts, numel = _hosts(args.hosts), _numel(args.numel)
     rate = parse_rate(args.rate, "rate")
     for name in ("steps", "rounds"):
@@ -85,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def contestants(shape: tuple[int, int], density: float) -> dict[str, Row]:
-    """Name → row. Sparse ones in every coding that fits them; Gather and TwoHop appear as TopkAllgather, Quantized."""
+    """Name → row, for tensors of `shape` and sparse collectives that pick `density` of them. Sparse ones appear in
+    every coding that fits them; Gather and TwoHop as TopkAllgather and Quantized."""
     n = math.prod(shape)
     k = TopK(density).count(n)
     coded = Quantize(BITS).nbytes((n,), torch.float32)
@@ -159,7 +162,7 @@ class _Bench:
         return out
 
     def _launch(self, collective: Collective, steps: int, expected: float) -> tuple[list[Any], float]:
-        """(per rank and step what was measured, mean bytes a host sent as the lab counts them)."""
+        """(per rank and step what was measured, mean bytes per host as the lab counts what was sent)."""
         limit = LIMIT + 4 * expected
         results = self.net.run(measure, collective, self.shape, self.k, self.workers, steps, timeout=limit, echo=False)
         return list(results), results.total_sent / len(results)

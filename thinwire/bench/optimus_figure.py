@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 
 
 def draw(part: dict[str, Any], path: str) -> None:
+    """Draw `part`, the result's "stages", to `path`."""
     counts = [len(row["stages"]) for row in part["rows"]]
     figure, axis = plt.subplots(figsize=(6, 4))
     for row in part["rows"]:
@@ -24,7 +25,7 @@ def draw(part: dict[str, Any], path: str) -> None:
     axis.set_xticks(counts)
     axis.set_ylim(bottom=0)
     axis.set_xlabel("stages whose gradients are compressed, the earliest first")
-    axis.set_ylabel("seconds a step")
+    axis.set_ylabel("seconds per step")
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, fontsize=9)
     figure.tight_layout()

@@ -32,7 +32,8 @@ ABLATIONS = "ablations"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hosts", type=int, default=4, help="stages, one a host (%(default)s)")
+    """Give `parser` the options of `thinwire bench pipeline`."""
+    parser.add_argument("--hosts", type=int, default=4, help="stages, one per host (%(default)s)")
     parser.add_argument("--shares", default=SHARES, help="of the fp32 step on the exposed wire (%(default)s)")
     parser.add_argument("--rates", default="", help="of every host's link, instead of --shares; comma-separated")
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="1F1B", help="(%(default)s)")
@@ -57,6 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Carry out `thinwire bench pipeline` as `args` says; the exit status."""
     setup, modes = _setup(args), _chosen(args.only)
     bench = Bench(setup, modes, args.steps, args.json, args.resume)
     with Network(hosts=args.hosts, preload=PRELOAD) as net, tempfile.TemporaryDirectory() as folder:
@@ -75,7 +77,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Bench:
-    """Gathers rows; `result` is what is written."""
+    """Gathers rows; `result` is what is written.
+
+    `setup`: model, data and training. `modes`: by name, what is measured. `steps`: timed ones of each kind. `path`: the
+    JSON file, None for none. `resume`: go on with the rows of that file."""
 
     def __init__(self, setup: Setup, modes: dict[str, Mode], steps: int, path: str | None, resume: bool) -> None:
         self.setup, self.modes, self.steps, self.path = setup, modes, steps, path
@@ -92,16 +97,20 @@ class Bench:
             self.result = before
 
     def has(self, kind: str, **what: Any) -> bool:
+        """Is there a row of that `kind` ("loss", "time") with the values in `what`?"""
         return any(all(row[name] == value for name, value in what.items()) for row in self.result[kind])
 
     def keep(self, kind: str, row: dict[str, Any]) -> None:
+        """Add a `row` of that `kind`, and write all of them."""
         self.result[kind].append(row)
         write_json(self.path, self.result)
 
     # --- quality
 
     def train(self, net: Network, seeds: int, folder: str, advance: Callable[[str, int], None]) -> None:
-        """Paired: every mode starts from the same weights and sees the same batches."""
+        """Paired: every mode starts from the same weights and sees the same batches.
+
+        `net`: unlimited. `seeds`: how many. `folder`: for the weights. `advance`: of the progress bar."""
         for seed in range(seeds):
             setup = replace(self.setup, seed=seed)
             weights = str(Path(folder) / f"{seed}.pt")
@@ -124,7 +133,7 @@ class Bench:
     # --- time
 
     def rates(self, net: Network, rates: str, shares: str) -> list[float]:
-        """As given, or so that the fp32 step spends the shares on the exposed wire."""
+        """In bit/s, as `rates` says, or so that the fp32 step on `net` spends the `shares` on the exposed wire."""
         if rates:
             return [rate for rate in (parse_rate(word, "rate") for word in rates.split(",")) if rate is not None]
         if "exposed_bits" not in self.result:
@@ -136,6 +145,7 @@ class Bench:
         return [max(SLOWEST, bits * (1 - s) / (free * s)) for s in _shares(shares)]
 
     def time(self, net: Network, rates: list[float | None]) -> None:
+        """Time every mode on `net` at each of `rates` (None: unlimited); ablations at few of them."""
         limited = sorted(rate for rate in rates if rate is not None)
         for rate in rates:
             for name, mode in self.modes.items():
@@ -145,8 +155,8 @@ class Bench:
                     self.keep("time", {"mode": name, "rate": rate, **self.launch(net, mode, rate)})
 
     def launch(self, net: Network, mode: Mode, rate: float | None) -> dict[str, Any]:
-        """Slowest rank's seconds of a cold and of a warm step (median); where the network is unlimited also bytes:
-        predicted, framed, counted. They do not depend on the rate."""
+        """Slowest rank's seconds of a cold and of a warm step (median) of `mode` on `net` at `rate`; where that is
+        None, an unlimited network, also bytes: predicted, framed, counted. They do not depend on the rate."""
         for host in range(len(net.hosts)):
             net.set_rate(host, "unlimited" if rate is None else rate)
         expected = 8 * self.predicted(mode, False) * self.setup.stages / (rate or 1e9)
@@ -170,7 +180,8 @@ class Bench:
         }  # fmt: skip
 
     def predicted(self, mode: Mode, warm: bool) -> int:
-        """Bytes of one step over all boundaries, where every message is compressed."""
+        """Bytes of one step in `mode` over all boundaries, where every message is compressed; `warm`: of samples that
+        both ends remember."""
         s = self.setup
         one = sum(predicted_bytes(mode, s.rows, s.length, s.width, warm))
         return one * s.microbatches * (s.stages - 1)
@@ -193,7 +204,7 @@ def _setup(args: argparse.Namespace) -> Setup:
             raise UsageError(f"--{name} {getattr(args, name)}: too small")
     setup = Setup(args.hosts, schedule=args.schedule, **{name: getattr(args, name) for name in names})
     if setup.microbatches < args.hosts and setup.schedule == "1F1B":
-        raise UsageError(f"--microbatches {setup.microbatches}: 1F1B needs one a stage, {args.hosts}")
+        raise UsageError(f"--microbatches {setup.microbatches}: 1F1B needs one per stage, {args.hosts}")
     if setup.held_out % setup.microbatches or setup.samples < setup.batch:
         raise UsageError(f"--held-out must be a multiple of --microbatches, --samples at least {setup.batch}")
     return setup

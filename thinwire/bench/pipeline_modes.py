@@ -24,6 +24,7 @@ class Mode:
 
     @property
     def per_sample(self) -> bool:
+        """Whether activations are remembered by sample, so that a first visit costs more."""
         memory = self.wire and self.wire.forward and self.wire.forward.memory
         return isinstance(memory, Memory) and memory.cold_start
 
@@ -86,7 +87,9 @@ MODES: dict[str, Mode] = {
 
 
 def predicted_bytes(mode: Mode, rows: int, length: int, width: int, warm: bool) -> tuple[int, int]:
-    """(forward, backward) bytes of one micro-batch's frames over one boundary; every message compressed."""
+    """(forward, backward) bytes of one micro-batch's frames over one boundary; every message compressed.
+
+    `mode`: how. `rows`, `length`, `width`: of the micro-batch's activations. `warm`: its samples are remembered."""
     shape = (rows, length, width)
     if mode.wire is None:
         raw = 4 * rows * length * width

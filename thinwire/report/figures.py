@@ -1,4 +1,7 @@
-"""The report's figures: one function each, every run in the same colour throughout. None: nothing to draw."""
+"""The report's figures: one function each, every run in the same colour throughout.
+
+Each takes the `runs` to draw, and the `summary` of their numbers; None: they have nothing to draw.
+"""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Run:
         return curve[-1][1] if curve else None
 
     def curve(self, across: str) -> list[Point]:
-        """Held-out loss against "seconds", "bytes" or "step"."""
+        """Held-out loss against `across`: "seconds", "bytes" or "step"."""
         return pairs(self.evals, across, "held_out")
 
     def series(self, *keys: str) -> list[Point]:

@@ -29,7 +29,7 @@ class Section:
     middle: str = ""
 
     def caption_of(self, figure: Figure, runs: Sequence[Run]) -> str:
-        """The words under `figure`, of nothing that it does not show."""
+        """The words under `figure`, drawn of `runs`: of nothing that it does not show."""
         words = [self.caption, self.several if len(runs) > 1 else ""]
         if self.middle and figures.has_thin_lines(figure):
             words.append(f"Thin: every step; thick: the running {self.middle}.")

@@ -41,8 +41,10 @@ def simulated(run: Run, rate: float | None = None, *, measured_at: str | None = 
 
 
 def fitted(run: Run, *, measured_at: str | None = None, elsewhere: bool = False) -> planner.Run:
-    """The run for the planner, computing as fast as it did. `elsewhere`: it is asked for at another rate, so that one
-    which did not record its own counts as measured on an unlimited network."""
+    """The run for the planner, computing as fast as it did.
+
+    `run`: as recorded. `measured_at`: the network's rate where the run did not record it. `elsewhere`: it is asked for
+    at another rate, so that one which did not record its own counts as measured on an unlimited network."""
     config = read_config({**run.document, "wire": run.about.get("wire") or {}})
     if config.model.lora is not None:
         raise UsageError("the simulator does not know adapters (LoRA), whose gradients are smaller than the model")

@@ -111,9 +111,9 @@ def tallied(size: int) -> Iterator[Counters]:
 def gradients(workers: str, shape: tuple[int, int], k: int, rank: int, size: int) -> Callable[[int], Tensor]:
     """step → the gradient of `rank` out of `size`, of that `shape`, of the kind that `workers` names.
 
-    Similar workers share a signal twice their noise. Skewed ones have all their large values in one region each, another
-    worker's by equal cuts. Adversarial ones have `k` large values in the region −rank, so that no cyclic shift of owners
-    keeps them home, and rank 1's are the largest, all in one owner's region."""
+    Similar workers share a signal twice their noise. Skewed ones have all their large values in one region each,
+    another worker's by equal cuts. Adversarial ones have `k` large values in the region −rank, so that no cyclic shift
+    of owners keeps them home, and rank 1's are the largest, all in one owner's region."""
     n = shape[0] * shape[1]
 
     def draw(step: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every rank of `thinwire bench pipeline` runs: a small GPT on bytes of Python's own library, one stage per rank."""
+"""What every rank of `thinwire bench pipeline` runs: a small GPT on bytes of Python's library, one stage per rank."""
 
 from __future__ import annotations
 

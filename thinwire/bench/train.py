@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", default="all", choices=PARTS, help="what to measure (default all)")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the --json file and do what is missing")
     parser.add_argument("--json", metavar="PATH", help="results, written as they come")
-    parser.add_argument("--figure", metavar="PATH", help="held-out loss against time, a panel a share")
+    parser.add_argument("--figure", metavar="PATH", help="held-out loss against time, one panel per share")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -220,6 +220,7 @@ def started_from_a_checkpoint(folder: Path, *, ended: bool) -> str:
     (given / "run.toml").write_text(text)
     sizes = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 264, "tie_word_embeddings": True}
     (given / "start" / "model" / "config.json").write_text(json.dumps(sizes))
+    (folder / "out").mkdir()
     config = replace(load(given / "run.toml"), run=RunConfig(out=str(folder / "out")))
     record(config, str(given / "run.toml"))
     (folder / "out" / METRICS).write_text("".join(json.dumps(e) + "\n" for e in events("off", 3.0, 250_000)))

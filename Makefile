@@ -3,14 +3,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check bench
+.PHONY: setup demo test check bench compat
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,test,bench]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,theory,bench,test]'
 	touch $@
 
 demo: setup
@@ -34,6 +34,12 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tests/check_readme.py
+
+# The fast tests on the oldest, the pinned and the newest torch, each in its own environment under .compat/, and a table.
+# The environments are made once, some 6 GB each with torch's CUDA builds; delete .compat/ to have them made anew.
+# PYTHON=python3.13 takes another interpreter (docs/versions.md).
+compat:
+	$(PYTHON) tests/compat.py
 
 bench: setup
 	$(BIN)/thinwire bench codecs --json out/bench/codecs.json

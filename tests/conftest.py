@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+import thinwire  # noqa: F401 before torch multiplies: where a processor's AMX is broken, it must be told
+
 settings.register_profile(
     "thinwire", deadline=None, derandomize=True, max_examples=60, print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

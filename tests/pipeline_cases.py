@@ -555,14 +555,14 @@ def early_receives() -> list[str]:
     """From the second step on every receive is posted at its start, under every schedule; the same bits as without."""
     start()
     wrong, limit, taken = [], early.LIMIT, []
-    take = early.Early.take
+    take = early.EarlyReceives.take
 
     def counted(self: Any, *place: Any) -> Any:
         arrivals = take(self, *place)
         taken.append(arrivals is not None)
         return arrivals
 
-    early.Early.take = counted
+    early.EarlyReceives.take = counted
     for name in SCHEDULES:
         ahead, late = Run(name, 4, DELTA), Run(name, 4, DELTA)
         for number in range(4):
@@ -576,7 +576,7 @@ def early_receives() -> list[str]:
                     wrong.append(f"{name}, step {number}, limit {bound}: {sum(taken)} of {len(taken)} early")
             if not same(ahead.gradients(), late.gradients()):
                 wrong.append(f"{name}, step {number}: other bits")
-    early.Early.take, early.LIMIT = take, limit
+    early.EarlyReceives.take, early.LIMIT = take, limit
     return wrong
 
 
@@ -665,7 +665,7 @@ def told() -> list[str]:
         run.step(*batch(8), list(range(8)))
     size = LENGTH * WIDTH * 2
     ends = len([lane for lane in run.pipe.lanes() if lane.per_sample])
-    good = len(lines) == ends and all(f"{size} B a sample" in line and "for 1000 samples" in line for line in lines)
+    good = len(lines) == ends and all(f"{size} B per sample" in line and "for 1000 samples" in line for line in lines)
     wrong = [] if good else lines or ["nothing was said"]
     before: list[str] = []
     run = Run("1F1B", 4, DELTA, samples=1000, row=(LENGTH, WIDTH), say=before.append)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from thinwire.codecs import Quantize
 from thinwire.config.wire import Link, Wire
 from thinwire.memory import Delta
 from thinwire.parallel import CompressedStage, Pipeline
+from thinwire.torch_private.pipelining import OpenStage
 
 SCHEDULES = {  # name → (torch's class, stages a rank, V-shaped)
     "GPipe": (torch_schedules.ScheduleGPipe, 1, False),
@@ -83,7 +83,8 @@ class Run:
         self.stages: list[Any] = []
         for index in mine:
             if wire is None:
-                self.stages.append(PipelineStage(make(index), index, count, device, group=group))
+                # torch's own stage, but for a greeting of 2.11 that V-shaped schedules send to themselves
+                self.stages.append(OpenStage(make(index), index, count, device, group=group))
             else:
                 more = {"group": group} | (stage_options or {})
                 self.stages.append(CompressedStage(make(index), index, count, device, wire=wire, **more))

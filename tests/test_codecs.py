@@ -125,7 +125,8 @@ def test_rows_equal_row_by_row(codec):
         x = tensor("laplace", (5, 80), dtype, 1)
         seeds = [0, 1, 2**33, 77, 2**61]
         one_by_one = torch.stack([roundtrip(codec, row, seed) for row, seed in zip(x, seeds)])
-        assert torch.allclose(codec.rows(x, seeds), one_by_one, rtol=1e-12, atol=0)
+        rounding = 1e-12 if dtype == torch.float64 else 1e-6  # a norm over rows may add up in another order
+        assert torch.allclose(codec.rows(x, seeds), one_by_one, rtol=rounding, atol=0)
 
 
 @given(st.sampled_from(CODECS), inputs.filter(lambda x: x.numel() > 0), st.booleans(), st.booleans())
@@ -280,11 +281,14 @@ def test_entries_that_are_looked_at_later(indices, values, n, data):
        st.sampled_from(DISTRIBUTIONS), st.sampled_from([(2, 9), (40, 33), (4, 8, 20)]),
        st.integers(0, 999))  # fmt: skip
 def test_centered_leaves_no_mean_in_any_column(inner, kind, shape, seed):
-    """What arrives adds up over tokens to what was sent, to bf16's rounding of what the inner codec missed."""
+    """What arrives adds up over tokens to what was sent, to bf16's rounding of what the inner codec missed.
+
+    Where the inner codec misses nothing (a constant is of rank one), both errors are rounding: 1e-14 of x at most.
+    """
     x, tokens = tensor(kind, shape, torch.float64, seed), math.prod(shape[:-1])
     plain, ours = ((roundtrip(codec, x, seed) - x).view(tokens, -1) for codec in (inner, c.Centered(inner)))
     assert (ours.sum(0).abs() <= 2**-8 * plain.sum(0).abs() + 1e-12 * x.abs().sum() + 1e-35).all()
-    assert ours.square().sum() <= plain.square().sum() * (1 + 1e-12) + 1e-70
+    assert ours.square().sum() <= plain.square().sum() * (1 + 1e-12) + 1e-28 * x.square().sum() + 1e-70
     assert torch.allclose(ours - ours.mean(0), plain - plain.mean(0), atol=1e-12 * float(x.abs().max()) + 1e-40)
 
 

@@ -26,15 +26,18 @@ def stream(kind: str, n: int, rank: int, size: int, step: int, dtype=torch.float
 
 
 def test_batched_low_rank_equals_separate_exchanges():
-    """Three ranks, three steps with warm starts: every tensor as it would be alone with the same seed, to the bit."""
+    """Three ranks, three steps with warm starts: every tensor as it would be alone with the same seed, to rounding (its
+    operands lie elsewhere in memory, for which BLAS promises no equal bits)."""
 
     def work(rank: int) -> list[bool]:
         together, states, state, equal = c.LowRank(2).for_shapes(SHAPES), [{} for _ in SHAPES], {}, []
         for step in range(3):
-            parts = [gradient("similar", shape, rank, 3, step).float() for shape in SHAPES]
+            parts = [gradient("similar", shape, rank, 3, step) for shape in SHAPES]
             both = together.exchange(torch.cat([p.reshape(-1) for p in parts]), state=state, seed=step)
             alone = [c.LowRank(2).exchange(p, state=s, seed=step) for p, s in zip(parts, states)]
-            equal += [torch.equal(both[i], torch.cat([a[i].reshape(-1) for a in alone])) for i in (0, 1)]
+            for i in (0, 1):
+                expected = torch.cat([a[i].reshape(-1) for a in alone])
+                equal.append(float((both[i] - expected).norm()) <= 1e-10 * float(expected.norm()))
         assert set(state) == {"q0", "q2", "q3"}
         return equal
 

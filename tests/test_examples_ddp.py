@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
+import logging.handlers
 import os
 import re
 import runpy
@@ -47,6 +49,10 @@ def run_example(name: str, *words: str) -> dict[str, Any]:
     ddp.CompressedDDP.__init__ = keep
     torch.set_num_threads(1)
     sys.argv = [name, *words]
+    said = logging.handlers.BufferingHandler(100)
+    for logger in map(logging.getLogger, ("thinwire", "lightning.pytorch")):
+        logger.addHandler(said)
+        logger.setLevel(logging.INFO)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     (handle,) = handles
@@ -57,6 +63,8 @@ def run_example(name: str, *words: str) -> dict[str, Any]:
         "owed": sum(float(v.abs().sum()) for n, v in state.items() if "/e/" in n),
         "reductions": handle.reducer.exchange.steps,
         "compressing": handle.compressing,
+        "said": [record.getMessage() for record in said.buffer],
+        "summary": str(handle.summary()),
     }
 
 
@@ -71,6 +79,12 @@ def check_compressed(found: list[dict[str, Any]]) -> None:
     assert all(one["owed"] > 0 and one["compressing"] for one in found)
     assert found[0]["owed"] != found[1]["owed"]
     assert torch.equal(found[0]["weights"], found[1]["weights"])
+
+
+def check_summary(found: list[dict[str, Any]]) -> None:
+    """What was saved is said once, at the end, by the first rank."""
+    first, second = ([line for line in one["said"] if "per step instead of" in line] for one in found)
+    assert first == [f"thinwire: {found[0]['summary']}"] and second == []
 
 
 def losses(found: list[dict[str, Any]]) -> list[float]:
@@ -102,6 +116,8 @@ class TestInTheLab:
         check_compressed(found)
         assert found[0]["reductions"] == 8
         assert losses(found)[7] < 0.95 * losses(found)[0], found[0]["printed"]
+        check_summary(found)
+        assert found[0]["printed"].count("'thinwire_ratio'") == 8 + 1  # beside every loss, and at the end
         shutil.rmtree(tmp_path / "checkpoint-8")
         again = host("hf_trainer.py", "--out", str(tmp_path), "--resume")
         assert torch.equal(again[0]["weights"], found[0]["weights"])
@@ -113,6 +129,7 @@ class TestInTheLab:
         check_compressed(found)
         assert found[0]["reductions"] == 16
         assert losses(found)[-1] < losses(found)[0], found[0]["printed"]
+        check_summary(found)
         host("lightning_ddp.py", "--out", str(tmp_path / "parts"), "--epochs", "1")
         again = host("lightning_ddp.py", "--out", str(tmp_path / "parts"), "--resume")
         assert torch.equal(again[0]["weights"], found[0]["weights"])

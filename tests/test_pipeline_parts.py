@@ -17,36 +17,53 @@ from thinwire.cli import main
 from thinwire.config.wire import Link
 from thinwire.errors import UsageError
 from thinwire.memory.store import FileStore
-from thinwire.pipeline import early_receives as early
 from thinwire.pipeline import lazy_error as lazy_module
 from thinwire.pipeline.announce import Announcement, Announcer, sample_ids
 from thinwire.pipeline.counters import store_forecast
 from thinwire.pipeline.dropout import SampleDropout, find_dropout, seed_dropout
-from thinwire.pipeline.lane import Lane, Part
+from thinwire.pipeline.lane import DIRECTIONS, REFUSED, Lane, Message, is_refusal
 from thinwire.pipeline.lazy_error import AGAIN, STEPS
 from thinwire.pipeline.message_choice import Plan, critical_sends, predicate
-from thinwire.pipeline.tensor_specs import REFUSED, is_refusal
+from thinwire.pipeline.step_plan import StagePosition, message_tag, plan_step
 from thinwire.planner.step import Send, Traffic
 
 
 @pytest.mark.parametrize(("rows", "microbatches"), [(8, 4), (7, 4), (5, 5), (13, 4)])
 def test_samples_are_split_as_torch_splits_a_batch(rows, microbatches):
-    said = Announcement(3, True, tuple(range(100, 100 + rows)))
-    expected = [part.tolist() for part in torch.tensor_split(torch.arange(100, 100 + rows), microbatches)]
-    assert [list(said.ids_of(i, microbatches)) for i in range(microbatches)] == expected
-    assert said.sizes(microbatches) == [len(part) for part in expected]
+    ids = torch.arange(100, 100 + rows)
+    expected = [tuple(piece.tolist()) for piece in torch.tensor_split(ids, microbatches)]
+    position = StagePosition(0, 2, microbatches, 0)
+    always = dict.fromkeys(DIRECTIONS, lambda sender, microbatch: True)
+    plan = plan_step(Announcement(3, True, tuple(ids.tolist())), position, True, always)
+    assert plan.ids == expected and plan.rows == [len(piece) for piece in expected]
+    assert [message.ids for message in plan.outgoing["forward"]] == expected
+    assert plan_step(Announcement(3, True, None, (rows, 9)), position, True, always).rows == plan.rows
 
 
-@pytest.mark.parametrize("said", [
+def test_a_plan_marks_the_messages_that_when_chose():
+    """By the sender's choice at both ends; nothing arrives from stages that do not exist."""
+    compress = {
+        "forward": lambda sender, microbatch: sender == microbatch,
+        "backward": lambda sender, microbatch: False,
+    }
+    plan = plan_step(Announcement(1, True), StagePosition(1, 3, 3, None), True, compress)
+    assert [message.coded for message in plan.outgoing["forward"]] == [False, True, False]
+    assert [message.coded for message in plan.incoming["forward"]] == [True, False, False]
+    assert not any(message.coded for message in plan.incoming["backward"] + plan.outgoing["backward"])
+    exact = plan_step(Announcement(1, False), StagePosition(0, 3, 3, None), False, compress)
+    assert not any(message.coded for message in exact.outgoing["forward"]) and exact.incoming["forward"] == []
+
+
+@pytest.mark.parametrize("sent", [
     Announcement(1, True), Announcement(7, False, (), (0, 3)), Announcement(2, True, (5, -7), (2, 9), (2**62,)),
     Announcement(9, True, tuple(range(3000)), None, tuple(range(3000))),
 ])  # fmt: skip
-def test_an_announcement_arrives_as_it_was_said(said):
-    assert Announcement.read(said.words()) == said
-    assert Announcer(None, 0, torch.device("cpu")).announce(said) == said
+def test_an_announcement_arrives_as_it_was_sent(sent):
+    assert Announcement.read(sent.words()) == sent
+    assert Announcer(None, 0, torch.device("cpu")).announce(sent) == sent
 
 
-def test_a_complaint_is_raised_where_it_is_heard():
+def test_a_text_is_raised_where_it_arrives():
     with pytest.raises(UsageError, match="ünique"):
         Announcer(None, 0, torch.device("cpu")).announce("ids must be ünique")
 
@@ -93,13 +110,17 @@ def test_when_mistakes():
 
 def test_tags_are_each_message_s_own():
     """Within a step, and against the steps before: what a failed step has posted must never match."""
-    places = [
-        (way, sender, chunk, index)
-        for way in early.WAYS for sender in range(4) for chunk in range(8) for index in range(2)
+    position = StagePosition(0, 4, 8, 2**31)
+    tags = [
+        Message(microbatch, None, True, message_tag(position, step, direction, sender, microbatch)).tag(index)
+        for direction in DIRECTIONS for sender in range(4) for microbatch in range(8) for index in range(2)
+        for step in range(300)
     ]  # fmt: skip
-    tags = {early.tag(*place, step, 4, 8) for place in places for step in range(2**31, 2**31 + 300)}
-    assert len(tags) == len(places) * 300 and min(tags) > 0 and max(tags) < 2**31
-    assert early.tag("forward", 0, 0, 16, 0, 4, 8) == early.tag("forward", 0, 0, 0, 0, 2048, 2048) == 0
+    assert len(set(tags)) == len(tags) and min(tags) > 0 and max(tags) < 2**31
+    assert Message(0, None, True, tags[0]).tag(16) == 0
+    for untagged in (StagePosition(0, 2048, 2048, 0), StagePosition(0, 4, 8, None)):
+        message = Message(0, None, True, message_tag(untagged, 0, "forward", 0, 0))
+        assert message.tag(0) == message.tag(1) == 0
 
 
 # --- lazy error
@@ -126,10 +147,11 @@ def weight_errors(codec, memory, kind: str, steps: range) -> float:
     for step in range(steps.stop):
         for lane in lanes:
             lane.begin(step)
-        pairs = [
-            (a, g, lanes[1].recv(Part(i, None, True), 0, lanes[0].send(Part(i, None, True), 0, g), g.shape, g.dtype))
-            for i, (a, g) in enumerate(scene(kind, step))
-        ]
+        pairs = []
+        for i, (a, g) in enumerate(scene(kind, step)):
+            message = Message(i, None, True)
+            frame = lanes[0].send(message, 0, g)
+            pairs.append((a, g, lanes[1].recv(message, 0, frame, g.shape, g.dtype)))
         for lane in lanes:
             lane.end_step(keep=True)
         if step in steps:
@@ -144,7 +166,7 @@ def tried(lane: Lane, kind: str, steps: range) -> None:
         lane.begin(step)
         for i, (a, g) in enumerate(scene(kind, step)):
             lane.trial.note_activation(i, 0, a)
-            lane.send(Part(i, None, True), 0, g)
+            lane.send(Message(i, None, True), 0, g)
         lane.end_step(keep=True)
 
 
@@ -187,7 +209,7 @@ def test_a_step_that_is_rolled_back_is_no_trial():
     before, state = dict(lane.trial.sums), lane.trial.state_dict()
     lane.begin(STEPS + 1)
     lane.trial.note_activation(0, 0, torch.randn(8, 32))
-    lane.send(Part(0, None, True), 0, torch.randn(8, 32))
+    lane.send(Message(0, None, True), 0, torch.randn(8, 32))
     lane.end_step(keep=False)
     assert lane.trial.step == STEPS + 1 and lane.trial.sums == before and before["plain"] > 0
     after = lane.trial.state_dict()
@@ -238,7 +260,7 @@ def test_dropout_is_found_and_replaced():
 def test_a_full_disk_is_one_clear_error(tmp_path, monkeypatch):
     lane = Lane(Link(c.Quantize(4), m.Delta(path=str(tmp_path))), "forward 0→1", "send", 0)
     lane.begin(1)
-    lane.send(Part(0, (1, 2), True), 0, torch.randn(2, 128))
+    lane.send(Message(0, (1, 2), True), 0, torch.randn(2, 128))
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -270,8 +292,8 @@ def resident() -> int:
 def visit(lanes: tuple[Lane, Lane], step: int, ids: tuple[int, ...], x: torch.Tensor) -> None:
     for lane in lanes:
         lane.begin(step)
-        lane.load(ids)
-    lanes[1].recv(Part(0, ids, True), 0, lanes[0].send(Part(0, ids, True), 0, x), x.shape, x.dtype)
+        lane.digests(ids)
+    lanes[1].recv(Message(0, ids, True), 0, lanes[0].send(Message(0, ids, True), 0, x), x.shape, x.dtype)
     for lane in lanes:
         lane.end_step(keep=True)
 
@@ -299,13 +321,13 @@ def test_a_disk_without_room_shows_before_the_first_step(tmp_path, monkeypatch):
         return store_forecast([lane], samples, (64, 100))[0]
 
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1_000_000}))
-    assert "12.80 kB a sample" in forecast(70) and "896.00 kB for 70 samples" in forecast(70)
+    assert "12.80 kB per sample" in forecast(70) and "896.00 kB for 70 samples" in forecast(70)
     with pytest.raises(UsageError, match=r"1\.02 MB in .*, where 1\.00 MB are free"):
         forecast(80)
     assert "512.00 kB for 80 samples" in forecast(80, capacity=0.5) and "40.00 kB for 80" in forecast(
         80, capacity="40kB"
     )
-    assert "6.60 kB a sample" in forecast(80, store="int8")
+    assert "6.60 kB per sample" in forecast(80, store="int8")
 
 
 def test_nothing_grows():
@@ -332,10 +354,10 @@ def test_predicted_bytes_are_the_sent_ones(name, warm):
         assert predicted_bytes(mode, *shape, warm) == (4 * 3 * 16 * 40,) * 2
         return
     for way, link in (("forward", mode.wire.forward), ("backward", mode.wire.backward)):
-        lane, part = Lane(link, f"{way} 0→1", "send", 0), Part(0, (1, 2, 3), True)
+        lane, message = Lane(link, f"{way} 0→1", "send", 0), Message(0, (1, 2, 3), True)
         for step in range(1 + warm):
             lane.begin(step)
-            frame = lane.send(part, 0, torch.randn(shape))
+            frame = lane.send(message, 0, torch.randn(shape))
             lane.end_step(keep=True)
         assert frame.numel() == predicted_bytes(mode, *shape, warm)[way == "backward"]
 
@@ -359,9 +381,9 @@ def test_only_a_frame_can_say_that_a_batch_is_refused():
     """Whole numbers cross a boundary as they are: a mask of 255s is a mask."""
     lane = Lane(Link(c.Quantize(4)), "forward 0→1", "send", 0)
     lane.begin(0)
-    part = Part(0, (0, 1), True)
-    sent = lane.send(part, 0, torch.randn(2, 64))
-    refused = lane.expect(part, 0, (2, 64), torch.empty(2, 64)).fill_(REFUSED)
-    mask = lane.send(part, 1, torch.full((2, 64), REFUSED, dtype=torch.uint8))
+    message = Message(0, (0, 1), True)
+    sent = lane.send(message, 0, torch.randn(2, 64))
+    refused = lane.refusal(message, 0, (2, 64), torch.empty(2, 64))
+    mask = lane.send(message, 1, torch.full((2, 64), REFUSED, dtype=torch.uint8))
     assert [is_refusal(x, torch.float32) for x in (sent, refused)] == [False, True]
     assert not is_refusal(mask, mask.dtype)

@@ -15,7 +15,7 @@ from thinwire.config.wire import Reduction, Wire
 from thinwire.data_parallel.precompile import try_exchange
 from thinwire.kernels.cpu import compile as compiling
 from thinwire.lab import Network, check
-from thinwire.pipeline.lane import Lane, Part
+from thinwire.pipeline.lane import Lane, Message
 from thinwire.pipeline.precompile import try_link
 from thinwire.train.metrics import read_events
 
@@ -53,7 +53,7 @@ def test_large_arrays_need_no_other_kernels():
             lane.begin(step)
             lane.digests([0, 1])
         x = torch.randn(2, *row)
-        receiver.recv(Part(0, (0, 1), True), 0, sender.send(Part(0, (0, 1), True), 0, x), x.shape, x.dtype)
+        receiver.recv(Message(0, (0, 1), True), 0, sender.send(Message(0, (0, 1), True), 0, x), x.shape, x.dtype)
         for lane in (sender, receiver):
             lane.end_step(keep=True)
     assert receiver.channels().__next__()[1].stats.warm == 2

@@ -17,9 +17,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from thinwire import installed
 from thinwire.cli import main
 from thinwire.errors import UsageError
-from thinwire.train import checkpoint, installed, local
+from thinwire.train import checkpoint, local
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config.sections import load
 from thinwire.train.metrics import METRICS, Metrics, read_events

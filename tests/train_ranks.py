@@ -192,9 +192,9 @@ def decided(configs: list[tuple[TrainConfig, bool]]) -> list[Decided]:
         sends = {
             (way, stage.stage_index, m)
             for stage in stages
-            for way, lane in (("forward", stage.lanes.forward_out), ("backward", stage.lanes.backward_out))
+            for way, lane in stage.lanes.outgoing.items()
             for m in range(config.mesh.microbatches)
-            if lane is not None and lane.link is not AS_IS and stage.predicates[way](stage.stage_index, m)
+            if lane.link is not AS_IS and stage.predicates[way](stage.stage_index, m)
         }
         out.append(Decided(trainer.parts.decision, sends, sums))
     return out

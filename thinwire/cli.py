@@ -1,7 +1,8 @@
 """The `thinwire` command: a table of subcommands, each living in the room that owns it.
 
-A command module has `configure(parser)`, which adds its arguments, and `run(args) -> int`. Modules are
-imported only when named, so `thinwire --help` needs no torch.
+A command module has `configure(parser)`, which adds its arguments, and `run(args) -> int`; or, where its work needs
+torch, `check(args)` and the name of the module that has `run`, `WORK`. Modules are imported only when named, and work
+only once the options are right: `thinwire --help` needs no torch, nor does telling a mistake.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import partial
+from types import ModuleType
 
 from thinwire import __version__
 from thinwire.errors import RunFailed, UsageError
@@ -17,7 +20,7 @@ from thinwire.errors import RunFailed, UsageError
 COMMANDS = {
     "demo": ("thinwire.demo", "the main job in minutes, on this machine: one training, uncompressed and compressed"),
     "train": ("thinwire.train.command", "train a language model over a slow network, everything compressed"),
-    "convex": ("thinwire.theory.command", "the theory bench: compressed methods on convex problems, with figures"),
+    "convex": ("thinwire.theory.options", "the theory bench: compressed methods on convex problems, with figures"),
     "plan": ("thinwire.plan", "what every message costs, which the step waits for, and what to expect"),
     "lab": ("thinwire.lab.command", "run a program on several hosts with slow links, emulated on this machine"),
     "bench": ("", "measure the parts on this machine"),
@@ -27,11 +30,14 @@ COMMANDS = {
 
 BENCHES = {
     "link": ("thinwire.bench.link", "raw TCP and Gloo against the lab's nominal rate"),
-    "codecs": ("thinwire.bench.codecs", "encode and decode speed, beside other quantisers and memcpy"),
+    "codecs": ("thinwire.bench.codecs_options", "encode and decode speed, beside other quantisers and memcpy"),
     "train": ("thinwire.bench.train", "time to the same held-out loss over slow links, everything compressed"),
-    "allreduce": ("thinwire.bench.allreduce", "every collective on a slow network: seconds, bytes, words per k"),
+    "allreduce": (
+        "thinwire.bench.allreduce_options",
+        "each collective on a slow network: seconds, bytes, words per k",
+    ),
     "optimus": ("thinwire.bench.optimus", "Optimus-CC's ladder and ours: step time, bytes, loss; which stages"),
-    "pipeline": ("thinwire.bench.pipeline", "compressed activations and gradients: step time, bytes, loss"),
+    "pipeline": ("thinwire.bench.pipeline_options", "compressed activations and gradients: step time, bytes, loss"),
 }
 
 
@@ -62,7 +68,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     for name, (module, summary) in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=_sentence(summary))
         if name == "bench":
-            _add_benches(sub, words)
+            _add_benches(sub, words if name == named else [])
         elif name == named:
             _attach(sub, module)
     return parser
@@ -81,7 +87,14 @@ def _attach(parser: argparse.ArgumentParser, module: str) -> None:
     command = importlib.import_module(module)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     command.configure(parser)
-    parser.set_defaults(run=command.run)
+    parser.set_defaults(run=getattr(command, "run", None) or partial(_checked, command))
+
+
+def _checked(command: ModuleType, args: argparse.Namespace) -> int:
+    """Check the options, then import what does the work."""
+    command.check(args)
+    status: int = importlib.import_module(command.WORK).run(args)
+    return status
 
 
 def _sentence(summary: str) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.config.quantities import parse_rate, show_rate
 from thinwire.errors import UsageError
+from thinwire.installed import check_figures, check_training
 from thinwire.terminal import progress, table, write_json
 
 if TYPE_CHECKING:
@@ -69,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 12:
         raise UsageError(f"--steps {args.steps}: at least 12 are needed to see anything")
     from thinwire.lab import check
-    from thinwire.train.installed import check_installed
 
-    check_installed()
+    check_training()
+    check_figures("the report at its end")
     finding, folder = check()[0], Path(args.out)
     _clear(folder)
     paths = _write_configs(folder, args.rate, args.steps)
@@ -122,18 +123,20 @@ def _write_configs(folder: Path, rate: str, steps: int) -> list[Path]:
 def _in_the_lab(paths: list[Path], rate: str) -> None:
     from thinwire.lab import Network
     from thinwire.train.config.sections import load
+    from thinwire.train.folder_lock import locked
     from thinwire.train.local import PRELOAD, train_local
     from thinwire.train.rank import record
 
     with Network(hosts=4, preload=PRELOAD) as network:
         for path in paths:
             config = load(path)
-            record(config, str(path))
             slow = rate if path.stem in RUNS else "unlimited"
             for host in range(4):
                 network.set_rate(host, slow)
             label = f"wire {path.stem}" if path.stem in RUNS else "pre-training"
-            train_local(config, rate=slow, network=network, label=label)
+            with locked(config.run.out):
+                record(config, str(path))
+                train_local(config, rate=slow, network=network, label=label)
 
 
 def _on_loopback(paths: list[Path]) -> None:

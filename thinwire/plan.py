@@ -11,6 +11,7 @@ from typing import Any
 from thinwire.config.presets import PRESETS
 from thinwire.config.quantities import parse_rate, parse_time, show_bytes, show_rate
 from thinwire.errors import UsageError
+from thinwire.installed import check_figures
 from thinwire.planner import predict as predictions
 from thinwire.planner.config import Run, load
 from thinwire.planner.settings import Wire, preset
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         return _init(Path(args.init))
     if not args.config:
         raise UsageError("no plan given: thinwire plan PLAN.toml, or thinwire plan --init PLAN.toml for an example")
+    if args.sweep or args.timeline:
+        check_figures("a picture")
     plan = _load(args.config, args.rate, args.latency)
     rates = _range(args.sweep) if args.sweep else []
     if args.actions:
@@ -82,7 +85,7 @@ def _init(path: Path) -> int:
     if path.exists():
         raise UsageError(f"{path} is there already; --init writes a new file only")
     try:
-        path.write_text(Path(__file__).with_name("example.toml").read_text())
+        path.write_text((Path(__file__).parent / "planner" / "example.toml").read_text())
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
     print(f"wrote {path}; next: thinwire plan {path} --rate 100mbit")
@@ -220,11 +223,13 @@ def _sweep(plan: Run, wires: list[Wire], rates: list[float], path: str, title: s
 
 
 def _write_pictures(result: Result, title: str, args: argparse.Namespace) -> None:
-    from thinwire.planner import figures, trace
-
     if args.timeline:
+        from thinwire.planner import figures
+
         figures.save(figures.timeline(result, f"{title}: {result.makespan:.4g} s a step"), args.timeline)
         print(f"timeline: {args.timeline}")
     if args.trace:
+        from thinwire.planner import trace
+
         write_json(args.trace, trace.chrome_trace(result))
         print(f"trace: {args.trace}")

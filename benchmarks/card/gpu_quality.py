@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.config.wire import Link, Wire
-from thinwire.pipeline.lane import Lane, Part
+from thinwire.pipeline.lane import Lane, Message
 
 STAGES, SEEDS = 4, 3
 WAY = Callable[[Tensor], Tensor]
@@ -111,7 +111,7 @@ class Ends:
             assert not lane.faults, lane.faults
             lane.end_step(True)
 
-    def carry(self, part: Part, x: Tensor, way: int = 0) -> Tensor:
+    def carry(self, part: Message, x: Tensor, way: int = 0) -> Tensor:
         """x as it arrives at the other end."""
         send, recv = self.lanes[2 * way : 2 * way + 2]
         return recv.recv(part, 0, send.send(part, 0, x), tuple(x.shape), x.dtype)
@@ -123,7 +123,7 @@ class Crossing(Ends):
     def __init__(self, wire: Wire, index: int) -> None:
         there, back = f"forward {index}→{index + 1}", f"backward {index + 1}→{index}"
         super().__init__((wire.forward, there), (wire.backward, back))
-        self.part = Part(0, None, True)  # of the step, set by whoever begins it
+        self.part = Message(0, None, True)  # of the step, set by whoever begins it
 
     def __call__(self, x: Tensor) -> Tensor:
         return _Cross.apply(x, self)
@@ -222,7 +222,7 @@ def finetune(name: str, wire: Any, seed: int, size: Size, device: torch.device, 
             step += 1
             for crossing in crossings:
                 crossing.begin(step)
-                crossing.part = Part(0, tuple(at.tolist()), True)
+                crossing.part = Message(0, tuple(at.tolist()), True)
             optimiser.zero_grad()
             loss_of(model, train[at.to(device)], crossings).backward()  # type: ignore[arg-type]
             optimiser.step()

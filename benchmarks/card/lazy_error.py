@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from thinwire.codecs import Centered, LowRank, Quantize
 from thinwire.config.wire import Link
 from thinwire.memory import ErrorFeedback
-from thinwire.pipeline.lane import Part
+from thinwire.pipeline.lane import Message
 
 CODECS = {"3 bits": Quantize(3), "rank 16": LowRank(16)}
 SIZES = {"0.8 M": Size(4, 128, 4, 64), "25 M": Size(8, 512, 8, 256)}
@@ -72,7 +72,7 @@ class Boundary(Ends):
 
     def send(self, a: Tensor, g: Tensor) -> Tensor:
         """ĝ of one micro-batch."""
-        part, trial = Part(self.microbatch, None, True), self.lanes[0].trial
+        part, trial = Message(self.microbatch, None, True), self.lanes[0].trial
         self.microbatch += 1
         if trial is not None:
             trial.note_activation(part.microbatch, 0, a)

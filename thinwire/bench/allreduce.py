@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from thinwire import collectives as room
+from thinwire.bench.allreduce_options import read_hosts, read_numel
 from thinwire.bench.allreduce_ranks import HalfHook, measure, selection
 from thinwire.codecs import LowRank, Quantize, TopK
 from thinwire.codecs.entries import Entries
@@ -25,7 +26,6 @@ from thinwire.terminal import progress, table, write_json
 LONG = 10.0  # seconds; an exchange predicted to take longer is done once
 LIMIT = 600.0  # seconds for one launch beyond what is predicted
 BITS, RANK = 4, 4  # of the dense rivals
-WORKERS = ("similar", "skewed", "adversarial")
 MODEL_HOSTS = tuple(2**i for i in range(1, 9))  # to 256: the closed forms, drawn as a model
 NOT_RUN = "torch's PowerSGD hook is not run: it calls a collective inside a future's callback and hangs on Gloo."
 CODINGS = (("fp32", "int32"), ("fp32", "coded"), ("int8", "coded"))
@@ -40,28 +40,10 @@ class Row:
     predict: Callable[[int], cost.Cost]
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the options of `thinwire bench allreduce`."""
-    parser.add_argument("--hosts", default="2,4,8", help="comma-separated (%(default)s)")
-    parser.add_argument("--rate", default="20mbit", help="of every host's link (%(default)s)")
-    parser.add_argument("--latency", default="0ms", help="one way, host to host (%(default)s)")
-    parser.add_argument("--numel", default="10e6", help="values to reduce (%(default)s)")
-    parser.add_argument("--density", type=float, default=0.01, help="share that sparse ones pick (%(default)s)")
-    parser.add_argument("--steps", type=int, default=4, help="exchanges per launch; long ones once (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=1, help="launches of each, in turn (%(default)s)")
-    parser.add_argument("--workers", choices=WORKERS, default=WORKERS[0], help="gradients (%(default)s)")
-    parser.add_argument("--only", default="", metavar="WORDS", help="names that contain one of these, comma-separated")
-    parser.add_argument("--json", metavar="PATH")
-    parser.add_argument("--figure", metavar="PATH", help="seconds and words per k against the number of hosts")
-
-
 def run(args: argparse.Namespace) -> int:
     """Carry out `thinwire bench allreduce` as `args` says; the exit status."""
-    hosts, numel = _hosts(args.hosts), _numel(args.numel)
+    hosts, numel = read_hosts(args.hosts), read_numel(args.numel)
     rate = parse_rate(args.rate, "rate")
-    for name in ("steps", "rounds"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name} {getattr(args, name)}: allowed is a whole number from 1")
     shape, k = _matrix(numel), TopK(args.density).count(numel)
     rows = _chosen(contestants(shape, args.density), args.only)
     results: list[dict[str, Any]] = []
@@ -211,26 +193,6 @@ def _selecting(name: str, row: Row, picked: dict[str, float]) -> float | None:
     if not row.sparse:
         return None
     return picked["reused" if name.startswith("OkTopk") else "exact"]
-
-
-def _hosts(text: str) -> list[int]:
-    try:
-        hosts = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--hosts {text}: allowed are whole numbers, comma-separated") from None
-    if min(hosts) < 2:
-        raise UsageError(f"--hosts {text}: allowed are numbers from 2")
-    return hosts
-
-
-def _numel(text: str) -> int:
-    try:
-        numel = float(text)
-    except ValueError:
-        numel = math.nan
-    if not 2 <= numel < 2**31 or numel != int(numel):
-        raise UsageError(f"--numel {text}: allowed is a whole number from 2 below 2³¹, such as 10e6")
-    return int(numel)
 
 
 def _matrix(numel: int) -> tuple[int, int]:

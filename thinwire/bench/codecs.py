@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Quantize, Rotated, ScaledSign, TopK
-from thinwire.errors import UsageError
 from thinwire.kernels import quantize as kernel
 from thinwire.kernels import select
 from thinwire.terminal import progress, table, write_json
@@ -38,17 +37,8 @@ class Candidate:
     nbytes: int  # of the uncompressed tensor: the GB/s are of these
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the options of `thinwire bench codecs`."""
-    parser.add_argument("--mib", type=int, default=64, help="size of the float32 tensor in MiB (default 64)")
-    parser.add_argument("--repeats", type=int, default=15, help="interleaved repeats; medians are compared (15)")
-    parser.add_argument("--json", metavar="PATH", help="write the numbers to PATH")
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure all candidates as `args` says and print the tables; the exit status."""
-    if args.mib < 1 or args.repeats < 1:
-        raise UsageError(f"--mib and --repeats must be at least 1, not {args.mib} and {args.repeats}")
     g = torch.Generator().manual_seed(0)
     x = torch.randn(args.mib * 2**18, generator=g)
     candidates = [*_copies(x), *_ours(x), *_eager(x), *_piquant(x), *_bitsandbytes(x), *_hivemind(x), *_selection(x)]

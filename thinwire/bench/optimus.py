@@ -22,6 +22,7 @@ from thinwire.bench.optimus_figure import draw
 from thinwire.bench.train_options import add_options, check_counts, check_folder, chosen, sent, windows
 from thinwire.config.presets import PRESETS
 from thinwire.config.quantities import parse_rate, show_bytes
+from thinwire.installed import check_figures, check_training
 from thinwire.lab import Network
 from thinwire.terminal import table, write_json
 from thinwire.train.config.sections import TrainConfig, read_config
@@ -70,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
     rungs = chosen("--rungs", args.rungs, LADDER)
     check_counts(args)
     parse_rate(args.rate, "--rate")
+    check_training()
+    if args.figure:
+        check_figures("--figure")
     bench = Bench(Path(args.out), args, rungs)
     if args.part in ("all", "loss"):
         bench.losses()

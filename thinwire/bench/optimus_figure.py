@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 
 def draw(part: dict[str, Any], path: str) -> None:
     """Draw `part`, the result's "stages", to `path`."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("Agg")
     counts = [len(row["stages"]) for row in part["rows"]]
     figure, axis = plt.subplots(figsize=(6, 4))
     for row in part["rows"]:

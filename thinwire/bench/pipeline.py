@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.bench.pipeline_modes import MODES, OURS, Mode, predicted_bytes
-from thinwire.bench.pipeline_ranks import SCHEDULES, Setup, pretrain, time_steps, train
+from thinwire.bench.pipeline_options import Setup, read_setup, read_shares
+from thinwire.bench.pipeline_ranks import pretrain, time_steps, train
 from thinwire.bench.pipeline_table import show, summed
 from thinwire.config.quantities import SLOWEST, parse_rate
 from thinwire.errors import UsageError
@@ -27,39 +28,12 @@ from thinwire.terminal import progress, read_json, write_json
 PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.bench.pipeline_ranks")
 LIMIT = 600.0  # seconds for one launch beyond what is predicted
 PROBE = 20e6  # bit/s of the launch that finds how many bits the fp32 step waits for
-SHARES = "0.9,0.95,0.98,0.995"
 ABLATIONS = "ablations"
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the options of `thinwire bench pipeline`."""
-    parser.add_argument("--hosts", type=int, default=4, help="stages, one per host (%(default)s)")
-    parser.add_argument("--shares", default=SHARES, help="of the fp32 step on the exposed wire (%(default)s)")
-    parser.add_argument("--rates", default="", help="of every host's link, instead of --shares; comma-separated")
-    parser.add_argument("--schedule", choices=list(SCHEDULES), default="1F1B", help="(%(default)s)")
-    parser.add_argument(
-        "--only",
-        default="",
-        metavar="WORDS",
-        help='modes whose name contains one of these words; "ablations": all of ours',
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="paired runs for the loss; 0: no training (%(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="timed, cold and warm each; 0: no timing (%(default)s)")
-    for name, text in (
-        ("epochs", "of fine-tuning"), ("samples", "fine-tuned on"), ("held-out", "samples"),
-        ("pretrain", "steps before, in one process"), ("layers", "of a stage"), ("width", "of the model"),
-        ("length", "bytes of a sample"), ("rows", "of a micro-batch"), ("microbatches", "of a step"),
-    ):  # fmt: skip
-        default = getattr(Setup(stages=1), name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (%(default)s)")
-    parser.add_argument("--json", metavar="PATH", help="written anew after every row")
-    parser.add_argument("--resume", action="store_true", help="keep the rows of the --json file and do what is missing")
-    parser.add_argument("--figure", metavar="PATH", help="loss against time, step time against rate, speed-up")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out `thinwire bench pipeline` as `args` says; the exit status."""
-    setup, modes = _setup(args), _chosen(args.only)
+    setup, modes = read_setup(args), _chosen(args.only)
     bench = Bench(setup, modes, args.steps, args.json, args.resume)
     with Network(hosts=args.hosts, preload=PRELOAD) as net, tempfile.TemporaryDirectory() as folder:
         launches = args.seeds * (1 + len(modes))
@@ -86,8 +60,7 @@ class Bench:
         self.setup, self.modes, self.steps, self.path = setup, modes, steps, path
         self.result: dict[str, Any] = {"setup": asdict(setup), "steps": steps, "loss": [], "time": []}
         if resume:
-            if path is None:
-                raise UsageError("--resume goes on with the rows of a file: name it by --json")
+            assert path is not None
             before = read_json(path)
             if before.get("setup") != self.result["setup"]:
                 raise UsageError(f"{path}: was made with other settings: {before.get('setup')}")
@@ -142,7 +115,7 @@ class Bench:
             self.result |= {"fp32_unlimited": free, "exposed_bits": max(slow - free, 1e-3) * PROBE}
             write_json(self.path, self.result)
         free, bits = self.result["fp32_unlimited"], self.result["exposed_bits"]
-        return [max(SLOWEST, bits * (1 - s) / (free * s)) for s in _shares(shares)]
+        return [max(SLOWEST, bits * (1 - s) / (free * s)) for s in read_shares(shares)]
 
     def time(self, net: Network, rates: list[float | None]) -> None:
         """Time every mode on `net` at each of `rates` (None: unlimited); ablations at few of them."""
@@ -185,29 +158,6 @@ class Bench:
         s = self.setup
         one = sum(predicted_bytes(mode, s.rows, s.length, s.width, warm))
         return one * s.microbatches * (s.stages - 1)
-
-
-def _shares(text: str) -> list[float]:
-    try:
-        shares = [float(word) for word in text.split(",")]
-    except ValueError:
-        shares = []
-    if not shares or not all(0 < s < 1 for s in shares):
-        raise UsageError(f"--shares {text}: allowed are numbers between 0 and 1, comma-separated")
-    return shares
-
-
-def _setup(args: argparse.Namespace) -> Setup:
-    names = ("epochs", "samples", "held_out", "pretrain", "layers", "width", "length", "rows", "microbatches")
-    for name in ("hosts", *names):
-        if getattr(args, name) < (2 if name == "hosts" else 1):
-            raise UsageError(f"--{name} {getattr(args, name)}: too small")
-    setup = Setup(args.hosts, schedule=args.schedule, **{name: getattr(args, name) for name in names})
-    if setup.microbatches < args.hosts and setup.schedule == "1F1B":
-        raise UsageError(f"--microbatches {setup.microbatches}: 1F1B needs one per stage, {args.hosts}")
-    if setup.held_out % setup.microbatches or setup.samples < setup.batch:
-        raise UsageError(f"--held-out must be a multiple of --microbatches, --samples at least {setup.batch}")
-    return setup
 
 
 def _chosen(only: str) -> dict[str, Mode]:

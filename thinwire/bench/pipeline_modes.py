@@ -42,7 +42,7 @@ _OURS = Wire(forward=_aq(3, Quantize(8)), backward=Link(Quantize(3)))
 
 MODES: dict[str, Mode] = {
     "fp32": Mode(None, (32, 32)),
-    "fp32, our stage": Mode(Wire(), (32, 32)),  # as sent, but both directions at once (early.py); so is bf16
+    "fp32, our stage": Mode(Wire(), (32, 32)),  # as sent, but both directions at once (early_receives.py); so is bf16
     "bf16": Mode(_direct(Cast("bf16"), Cast("bf16")), (16, 16)),
     "fp32, GPipe": Mode(None, (32, 32), "GPipe"),
     "bf16, GPipe": Mode(_direct(Cast("bf16"), Cast("bf16")), (16, 16), "GPipe"),

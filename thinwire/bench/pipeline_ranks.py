@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sysconfig
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +11,17 @@ import numba
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from thinwire.bench.pipeline_modes import Mode
+from thinwire.bench.pipeline_options import Setup
 from thinwire.kernels.random import derive
 from thinwire.pipeline.message_choice import Plan
 from thinwire.pipeline.pipeline import Pipeline
 from thinwire.pipeline.stage import CompressedStage
 
 VOCABULARY = 256
-SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Model, data and training of one run; everything follows from it and the seed."""
-
-    stages: int
-    layers: int = 1  # of one stage
-    width: int = 128
-    length: int = 64
-    rows: int = 4  # of a micro-batch
-    microbatches: int = 8
-    samples: int = 512
-    held_out: int = 128
-    epochs: int = 5
-    pretrain: int = 300  # steps in one process, before
-    rate: float = 5e-4  # learning rate of the fine-tuning; four times that before
-    schedule: str = "1F1B"
-    seed: int = 0
-
-    @property
-    def batch(self) -> int:
-        """Samples of a step."""
-        return self.rows * self.microbatches
 
 
 class Block(nn.Module):
@@ -152,7 +128,8 @@ class Rank:
         else:
             stage = CompressedStage(module, self.rank, setup.stages, device, wire=mode.wire, seed=setup.seed)
             self.pipe = Pipeline([stage], plan=Plan(name), row=(setup.length, setup.width))
-        self.schedule = SCHEDULES[name](stage, setup.microbatches, loss_fn=loss_of)
+        kind: Any = get_schedule_class(name)
+        self.schedule = kind(stage, setup.microbatches, loss_fn=loss_of)
         self.optimiser = torch.optim.AdamW(module.parameters(), lr=setup.rate)
 
     def step(self, ids: list[int], rows: Tensor) -> None:

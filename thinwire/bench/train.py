@@ -25,6 +25,7 @@ from thinwire.bench.train_options import add_options, check_counts, check_folder
 from thinwire.config.presets import PRESETS
 from thinwire.config.quantities import show_bytes, show_rate
 from thinwire.errors import UsageError
+from thinwire.installed import check_figures, check_training
 from thinwire.lab import Network
 from thinwire.terminal import read_json, table, write_json
 from thinwire.train.config.sections import TrainConfig, read_config
@@ -63,6 +64,9 @@ def run(args: argparse.Namespace) -> int:
     """Carry out `thinwire bench train` as `args` says; the exit status."""
     wires, shares = chosen("--wires", args.wires, PRESETS), _shares(args.shares)
     check_counts(args)
+    check_training()
+    if args.figure:
+        check_figures("--figure")
     if args.resume and not args.json:
         raise UsageError("--resume goes on with the rows of a file: name it by --json")
     bench = Bench(Path(args.out), args)

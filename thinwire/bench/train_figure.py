@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 
 def draw(result: dict[str, Any], wires: list[str], shares: list[float], path: str) -> None:
     """Draw `result`, the document of `thinwire bench train`, to `path`: one panel per share in `shares`, in it all
     `wires`."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("Agg")
     figure, axes = plt.subplots(1, len(shares), figsize=(6 * len(shares), 4.2), squeeze=False, sharey=True)
     for panel, share in zip(axes[0], shares):
         times = {t["wire"]: t for t in result["time"] if t["share"] == share}

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
+
+from thinwire.torch_private.groups import known_groups
 
 BUCKET = 4  # peers a message is exchanged with before those of the next are waited for
 
@@ -72,7 +73,7 @@ def new_group(ranks: Sequence[int], among: Any = None, options: Any = None) -> A
     """
     if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
         return dist.new_group(list(ranks), pg_options=options)
-    known = len(c10d._world.pg_names)
+    known = known_groups()
     most = torch.tensor([known], device="cuda" if dist.get_backend(among) == "nccl" else "cpu")
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=among)
     for _ in range(int(most) - known):

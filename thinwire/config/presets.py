@@ -68,12 +68,16 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "embedding": {"collective": "quantized", "bits": 4, "memory": "error_feedback", "sync": "fused"},
     },
 }
+KEYS = ("preset", "forward", "backward", "gradient", "embedding", "auto")
 
 
 def written_out(table: Mapping[str, Any]) -> dict[str, Any]:
     """A `[wire]` table without its `preset`: the preset's sections, and over them the table's. `auto` alone is the
     preset of that name."""
     rest = dict(table)
+    for key in rest:
+        if key not in KEYS:
+            raise UsageError(f"[wire] {key}: no such key; allowed are {', '.join(KEYS)}")
     name = rest.pop("preset", "auto" if rest.get("auto") is True and len(rest) == 1 else "off")
     if name == "auto":
         return {"auto": True, **PRESETS["max"], **rest}

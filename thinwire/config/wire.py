@@ -139,12 +139,7 @@ class Wire:
 
 def _read(table: Mapping[str, Any]) -> Wire:
     """`[wire]`: sections over a `preset`, and `auto`."""
-    rest = written_out(table)
-    allowed = [f.name for f in fields(Wire)]
-    for key in rest:
-        if key not in allowed:
-            raise UsageError(f"[wire] {key}: no such key; allowed are preset, {', '.join(allowed)}")
-    return Wire(**rest)
+    return Wire(**written_out(table))
 
 
 def _link(name: str, given: Any) -> Link | None:

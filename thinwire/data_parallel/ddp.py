@@ -19,6 +19,7 @@ from thinwire.data_parallel.handle import Handle
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.distributed.config_check import dense
 from thinwire.errors import UsageError
+from thinwire.torch_private.ddp import hook_state
 
 Buckets = list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]]
 
@@ -87,6 +88,7 @@ class CompressedDDP(Handle):
             self.arrived = 0
             self.reducer.exchange.steps += 1
         buffer = bucket.buffer().div_(self.reducer.size)
+        self.reducer.exchange.count_plain(buffer)
         work = dist.all_reduce(buffer, group=self.model.process_group, async_op=True)
         future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
         return future
@@ -129,11 +131,11 @@ def compress_ddp(
     """
     if not isinstance(model, DistributedDataParallel):
         raise UsageError(f"compress_ddp wants a DistributedDataParallel model, not {type(model).__name__}")
-    if model._comm_hooks:
-        ours = isinstance(model._comm_hooks[0][1], CompressedDDP)
+    hooked, state = hook_state(model)
+    if hooked:
         raise UsageError(
             "compress_ddp: this model is compressed already: call it once per DDP model, and keep its handle"
-            if ours
+            if isinstance(state, CompressedDDP)
             else "compress_ddp: this model has a communication hook already, and DDP takes one: wrap it anew without"
         )
     wire = Wire.of(wire)

@@ -11,6 +11,7 @@ from torch import Tensor
 from thinwire.collectives.groups import Metered, all_reduce, world
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Shape, Unit, make_units
+from thinwire.distributed.summary import Summary
 from thinwire.errors import UsageError
 from thinwire.memory import Plain
 from thinwire.memory.channel import Channel
@@ -31,12 +32,19 @@ class Exchange:
             )
             for unit in self.units
         }  # fmt: skip
-        self.steps = 0  # committed
+        self.steps = 0  # committed, those that a loaded state had made included
+        self.resumed = 0  # of them, those of the loaded state
+        self.averaged = 0  # values, in all of this exchange's own steps
 
     @property
     def sent(self) -> int:
         """Payload bytes that this rank has sent."""
         return self.group.sent
+
+    def summary(self, skips: int) -> Summary:
+        size = world(self.group)[0]
+        ring = 2 * 4 * self.averaged * (size - 1) // size
+        return Summary(self.steps - self.resumed, self.sent, ring, skips)
 
     @property
     def compressed(self) -> list[Unit]:
@@ -59,6 +67,7 @@ class Exchange:
     def reduce(self, unit: Unit, x: Tensor, exact: bool = False) -> Tensor:
         """x: float32[unit.numel], flat → its mean over the group. `exact`: nothing left out, and debts repaid."""
         channel = self.channels[unit]
+        self.averaged += x.numel()
         if not (exact or unit.exact):
             return channel.reduce(unit.name, x, self.group)
         owed = channel.state.read("e", unit.name)
@@ -66,6 +75,12 @@ class Exchange:
             x = x + owed
             channel.state.write("e", unit.name, torch.zeros_like(owed))
         return all_reduce(x, self.group) / world(self.group)[0]
+
+    def count_plain(self, x: Tensor) -> None:
+        """x is averaged by the backend's own all-reduce, past the units: it is sent all the same."""
+        size = world(self.group)[0]
+        self.averaged += x.numel()
+        self.group.sent += 2 * x.nbytes * (size - 1) // size
 
     def finish_step(self) -> None:
         """Once all units of a step are through: what a collective decides over the whole model."""
@@ -105,7 +120,8 @@ class Exchange:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Parameters that the state does not know start without memory, thresholds of units that changed anew."""
-        self.steps = int(state["step"])
+        made, self.steps = self.steps - self.resumed, int(state["step"])
+        self.resumed = self.steps - made
         for unit, channel in self.channels.items():
             channel.forget(unit.name)
             for slot in SLOTS:

@@ -32,6 +32,7 @@ from thinwire.data_parallel.reducer import Reducer
 from thinwire.data_parallel.sharding import padded_numel, sharded_parameters, site_mesh
 from thinwire.distributed.config_check import check_agreement
 from thinwire.errors import UsageError
+from thinwire.torch_private.fsdp import at_end_of_backward, reduction_of
 
 
 class CompressedFSDP(Handle):
@@ -75,15 +76,14 @@ class CompressedFSDP(Handle):
 
     def begin(self, module: FSDPModule, reduced: Tensor) -> None:
         """FSDP has reduce-scattered a parameter group, and will hand over its gradients next."""
-        group = module._get_fsdp_state()._fsdp_param_group  # torch shows what was set nowhere else
-        assert group is not None
-        if not group.all_reduce_grads:
+        reduction = reduction_of(module)
+        if not reduction.between_sites:
             raise UsageError("compress_fsdp: set_requires_all_reduce(False): use set_requires_gradient_sync(False)")
         self._check_complete()
         if not self.open:
             self._open()
         self.left = reduced.numel()
-        self.times = 1 if group.gradient_divide_factor is None else self.reducer.size
+        self.times = 1 if reduction.divide_factor is None else self.reducer.size
         if reduced.is_cuda:
             self.stream = torch.cuda.current_stream(reduced.device)
 
@@ -106,7 +106,7 @@ class CompressedFSDP(Handle):
             self.auto.begin_pass()
         for name, parameter in self.parameters.items():
             self.held[name], parameter.grad = parameter.grad, None
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        at_end_of_backward(self._finish)
 
     def _finish(self) -> None:
         """Backward has ended, on FSDP's part too: its own callback is older."""

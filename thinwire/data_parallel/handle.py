@@ -1,19 +1,24 @@
-"""What `compress_ddp` and `compress_fsdp` give back: whether the last step counted, what was sent, and the bracket."""
+"""What `compress_ddp` and `compress_fsdp` give back: whether the last step counted, what was saved, and the bracket."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from thinwire.data_parallel.auto_switch import Auto
 from thinwire.data_parallel.reducer import Reducer
+from thinwire.distributed.summary import Summary
+
+log = logging.getLogger("thinwire")
 
 
 class Handle:
     def __init__(self, reducer: Reducer, auto: bool) -> None:
         self.reducer = reducer
         self.auto = Auto(reducer) if auto and reducer.size > 1 else None
+        self._logged_steps = 0
 
     @property
     def skipped(self) -> bool:
@@ -28,6 +33,10 @@ class Handle:
     def sent(self) -> int:
         """Payload bytes that this rank has sent."""
         return self.reducer.exchange.sent
+
+    def summary(self) -> Summary:
+        """What compression has saved on this rank so far; `print(handle.summary())` is one line."""
+        return self.reducer.summary()
 
     @property
     def compressing(self) -> bool:
@@ -47,5 +56,14 @@ class Handle:
         with self.reducer.step():
             yield self
 
+    def log_summary(self, logger: logging.Logger = log) -> None:
+        """One line at level INFO, on the first rank; nothing where no step was made since the last."""
+        summary = self.summary()
+        if self.reducer.first and summary.steps > self._logged_steps:
+            logger.info("thinwire: %s", summary)
+        self._logged_steps = summary.steps
+
     def close(self) -> None:
+        """End the communication thread; what was saved is logged."""
         self.reducer.close()
+        self.log_summary()

@@ -28,6 +28,7 @@ from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_units import Unit
 from thinwire.data_parallel.precompile import precompile_averaging
 from thinwire.distributed.config_check import by_name, check_agreement, dense, describe, describe_parameters
+from thinwire.distributed.summary import Summary
 from thinwire.distributed.thread import CommunicationThread
 from thinwire.errors import UsageError
 
@@ -75,6 +76,10 @@ class Reducer:
     @property
     def units(self) -> list[Unit]:
         return self.exchange.units
+
+    def summary(self) -> Summary:
+        """What compression has saved on this rank so far."""
+        return self.exchange.summary(self.skips)
 
     # --- a pass
 

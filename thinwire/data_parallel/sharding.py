@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.errors import UsageError
+from thinwire.torch_private.fsdp import has_gradient_hook
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
@@ -31,7 +32,7 @@ def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
                 f"compress_fsdp: {name} is placed as {p.placements}: shard it over a 1-D mesh of one site"
                 " (fully_shard(…, mesh=mesh['shard'])), replicas=… is the other dimension"
             )
-        if p._post_accumulate_grad_hooks:
+        if has_gradient_hook(p):
             raise UsageError(
                 f"compress_fsdp: {name} has a post-accumulate-grad hook already: compress_fsdp's own (call it once a"
                 " model), or one that would see gradients of one site"

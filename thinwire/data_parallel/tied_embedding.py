@@ -21,6 +21,7 @@ from thinwire.collectives import Dense
 from thinwire.collectives.groups import Metered, all_reduce, gather
 from thinwire.config.wire import Reduction, Wire
 from thinwire.data_parallel.reducer import Reducer
+from thinwire.distributed.summary import Summary
 from thinwire.errors import UsageError
 from thinwire.kernels.checksum import checksum
 
@@ -65,9 +66,16 @@ class TiedEmbedding:
     @property
     def raw_sent(self) -> int:
         """What one exact fp32 reduction on each stage and one between them would have sent so far: V(3D−2)/D values."""
+        return self._raw_per_step() * self.reducer.exchange.steps
+
+    def _raw_per_step(self) -> int:
         replicas = self.reducer.size // 2 if self.fused else self.reducer.size
-        values = self.parameter.numel() * (3 * replicas - 2) // replicas
-        return 4 * values * self.reducer.exchange.steps
+        return 4 * (self.parameter.numel() * (3 * replicas - 2) // replicas)
+
+    def summary(self) -> Summary:
+        """What the fused or compressed exchange has saved on this rank so far, beside `raw_sent`'s way."""
+        steps = self.reducer.summary().steps
+        return Summary(steps, self.sent, self._raw_per_step() * steps, self.reducer.skips)
 
     def check(self, beside: Iterable[Tensor] = ()) -> bool:
         """Are all copies equal to the bit? If not, the first stage's is taken, it is counted, and said.

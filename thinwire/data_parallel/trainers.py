@@ -2,8 +2,8 @@
 
     compress_trainer(trainer, "max")       # before trainer.train() or trainer.fit(); on all ranks
 
-A callback attaches `compress_ddp` once the trainer has wrapped its model, and puts the compression state into the
-trainer's own checkpoints. Neither library is imported unless its trainer is given.
+A callback attaches `compress_ddp` once the trainer has wrapped its model, puts the compression state into the trainer's
+own checkpoints, and what was saved into its logs. Neither library is imported unless its trainer is given.
 """
 
 from __future__ import annotations
@@ -59,6 +59,17 @@ class _HuggingFace(Attachment):
         if self.handle is not None:
             torch.save(self.handle.state_dict(), self._file(_checkpoint(args, state)))
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Beside the loss, and in the numbers at the end of training; not beside those of an evaluation."""
+        if self.handle is not None and logs is not None and ("loss" in logs or "train_runtime" in logs):
+            logs.update(self.handle.summary().metrics())
+            if state.log_history:
+                state.log_history[-1].update(self.handle.summary().metrics())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.handle is not None:
+            self.handle.log_summary()
+
     def _file(self, folder: Path) -> Path:
         assert self.handle is not None
         return folder / f"thinwire-{self.handle.reducer.rank}of{self.handle.reducer.size}.pt"
@@ -91,6 +102,15 @@ class _Lightning(Attachment):
         if self.handle is not None and self.loaded:
             self.handle.load_state_dict(self.loaded)
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if self.handle is not None:
+            values = {name: float(value) for name, value in self.handle.summary().metrics().items()}
+            pl_module.log_dict(values, on_step=True, on_epoch=False)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.handle is not None:
+            self.handle.log_summary(logging.getLogger("lightning.pytorch"))
+
     def state_dict(self) -> dict[str, Tensor]:
         """Called on all ranks; what rank 0 returns is written."""
         if self.handle is None:
@@ -110,7 +130,8 @@ def compress_trainer(
 ) -> Attachment:
     """Compress the gradients of a Hugging Face or Lightning trainer from its next train() or fit() on.
 
-    wire and settings (seed, nonfinite) are compress_ddp's; a GradScaler that the trainer uses is found by itself.
+    wire and settings (seed, nonfinite) are compress_ddp's; a GradScaler that the trainer uses is found by itself. What
+    was saved stands in the trainer's logs, and once at the end: in Lightning's own log, else on the logger "thinwire".
     """
     roots = {cls.__module__.partition(".")[0] for cls in type(trainer).__mro__}
     if "transformers" in roots:
@@ -120,6 +141,8 @@ def compress_trainer(
         callback = type("Thinwire", (_HuggingFace, TrainerCallback), {})(wire, settings)
         callback.trainer = trainer
         trainer.add_callback(callback)
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.insert(0, callbacks.pop())  # before those that print and record what it adds to the logs
     elif "lightning" in roots:
         from lightning.pytorch import Callback
 

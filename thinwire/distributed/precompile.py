@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.kernels.cpu.compile import compiled_once
-
 STEPS = 2  # without what is remembered, and with it
 NOTICEABLE = 2.0  # seconds
 
@@ -29,6 +27,8 @@ def precompile(what: str, calls: Sequence[Callable[[], None]], like: Tensor, say
     """
     if like.device.type != "cpu":
         return
+    from thinwire.kernels.cpu.compile import compiled_once  # Numba, which a card does not need
+
     began = time.perf_counter()
     with torch.no_grad(), compiled_once():
         for call in calls:

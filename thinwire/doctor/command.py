@@ -16,11 +16,15 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 
+import thinwire
+from thinwire import cpu_features
 from thinwire.doctor import peers as doctor_peers
+from thinwire.doctor.pipeline import check_pipeline
+from thinwire.installed import ADAPTERS, MODELS, THEORY, missing, remedy
 from thinwire.lab.probe import Finding
 from thinwire.lab.probe import check as check_lab
 from thinwire.terminal import progress, table, write_json
-from thinwire.train.installed import REMEDY, missing
+from thinwire.torch_private.versions import RANGE, REQUIREMENT, is_tried
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,18 +61,26 @@ def check_torch() -> list[Finding]:
     import torch
     import torch.distributed as dist
 
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    remedy = "" if version >= (2, 11) else "pip install 'torch>=2.11'"
+    tried = is_tried(torch.__version__)
+    detail = f"{torch.__version__}, {'one' if tried else 'none'} of the versions that work, {RANGE}"
     backends = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     card = torch.cuda.get_device_name(0) if gpus else "none visible"
     return [
-        Finding("torch", not remedy, torch.__version__, remedy, needed=True),
+        Finding("torch", tried, detail, "" if tried else f"pip install '{REQUIREMENT}'", needed=True),
         Finding("backends", bool(backends), ", ".join(backends) or "none",
                 "" if backends else "this torch has no torch.distributed: install an official build", needed=True),
         Finding("gpu", gpus > 0, f"{gpus} × {card}" if gpus else card,
                 "" if gpus else "not needed: everything runs on CPUs over Gloo; NCCL and Triton need a CUDA build"),
     ]  # fmt: skip
+
+
+def check_bf16() -> list[Finding]:
+    """A product in a child process, with the limits that this process has: some processors' AMX dies of it."""
+    lived, why = cpu_features.survives_in_child(dict(os.environ))
+    if lived:
+        return [Finding("bf16 on the CPU", True, thinwire.bf16_guard)]
+    return [Finding("bf16 on the CPU", False, f"{why[:80]}; {thinwire.bf16_guard}", cpu_features.REMEDY)]
 
 
 def check_gloo() -> list[Finding]:
@@ -123,10 +135,17 @@ def check_triton() -> list[Finding]:
 
 def check_train() -> list[Finding]:
     """What `thinwire train` needs."""
-    lacking = missing()
+    lacking = missing(MODELS + ADAPTERS)
     detail = f"{', '.join(lacking)} not installed" if lacking else "transformers, safetensors, peft"
-    remedy = f"for `thinwire train` and `thinwire demo` only: {REMEDY}" if lacking else ""
-    return [Finding("training", not lacking, detail, remedy)]
+    todo = f"for `thinwire train` and `thinwire demo` only: {remedy('train')}" if lacking else ""
+    return [Finding("training", not lacking, detail, todo)]
+
+
+def check_theory() -> list[Finding]:
+    lacking = missing(THEORY)
+    detail = f"{', '.join(lacking)} not installed" if lacking else "scikit-learn, matplotlib"
+    todo = f"for figures, `thinwire convex` and the examples only: {remedy('theory')}" if lacking else ""
+    return [Finding("figures, data sets", not lacking, detail, todo)]
 
 
 def check_optional() -> list[Finding]:
@@ -146,5 +165,7 @@ def _short(folder: str) -> str:
 
 
 CHECKS: tuple[Callable[[], list[Finding]], ...] = (
-    check_python, check_torch, check_gloo, check_numba, check_triton, check_train, check_lab, check_optional,
+    check_python, check_torch, check_bf16, check_gloo, check_pipeline, check_numba, check_triton, check_train,
+    check_theory, check_lab,
+    check_optional,
 )  # fmt: skip

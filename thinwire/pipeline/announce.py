@@ -1,17 +1,13 @@
-"""What the first stage tells the others at step start, and what neighbours tell each other about what they remember.
+"""The announcement: what the rank of the first stage broadcasts to all stages at step start.
 
-1. The rank of stage 0 broadcasts (step, train, sample ids, rows, input shape, next ids), or one line of complaint.
-2. Over every boundary with per-sample memory both ends exchange a digest per sample, −1 where there is none.
-   Warm means both have it and it is equal; anything else is cold on this visit. So detection of lost or different
-   mirrors, their healing, and agreement on message sizes are one small message (design rule 2).
+It holds the step's number, train or evaluate, the sample ids, the shape of the batch and the ids of the next batch.
+Where the user has made a mistake, its one line is broadcast instead, and every rank raises it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,13 +19,20 @@ from thinwire.kernels.random import derive
 
 Ids = Sequence[int | str] | Tensor
 NONE = -1
-ROOM = 64  # 64-bit words of the broadcast; grows with the batch, on all ranks alike
+FIRST_LENGTH = 64  # 64-bit words of the broadcast; grows with the batch, on all ranks alike
 INT64 = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """One step as all stages know it. `ids` one a row of the batch; `shape` the whole input's, where it was given."""
+    """One step as all stages know it.
+
+    step: its number.
+    train: False in evaluation.
+    ids: one per row of the batch, where given.
+    shape: the whole batch's, where given.
+    next_ids: the next batch's, where given.
+    """
 
     step: int
     train: bool
@@ -37,53 +40,38 @@ class Announcement:
     shape: tuple[int, ...] | None = None
     next_ids: tuple[int, ...] | None = None
 
-    @property
-    def rows(self) -> int | None:
-        if self.ids is not None:
-            return len(self.ids)
-        return self.shape[0] if self.shape else None
-
-    def sizes(self, microbatches: int) -> list[int] | None:
-        """Rows of every micro-batch, as torch splits a batch; None where nothing was said."""
-        return None if self.rows is None else split_sizes(self.rows, microbatches)
-
-    def ids_of(self, microbatch: int, microbatches: int) -> tuple[int, ...] | None:
-        if self.ids is None:
-            return None
-        sizes = self.sizes(microbatches) or []
-        start = sum(sizes[:microbatch])
-        return self.ids[start : start + sizes[microbatch]]
-
     def words(self) -> list[int]:
-        parts = (self.ids, self.shape, self.next_ids)
-        return [self.step, int(self.train), *(n for p in parts for n in ((NONE,) if p is None else (len(p), *p)))]
+        """All of it as 64-bit words: every tuple after its length, NONE for one that is absent."""
+        out = [self.step, int(self.train)]
+        for values in (self.ids, self.shape, self.next_ids):
+            if values is None:
+                out.append(NONE)
+            else:
+                out += [len(values), *values]
+        return out
 
     @staticmethod
     def read(words: list[int]) -> Announcement:
-        parts: list[tuple[int, ...] | None] = []
+        """The announcement of these `words`."""
+        tuples: list[tuple[int, ...] | None] = []
         at = 2
         for _ in range(3):
             count = words[at]
-            parts.append(None if count == NONE else tuple(words[at + 1 : at + 1 + count]))
+            tuples.append(None if count == NONE else tuple(words[at + 1 : at + 1 + count]))
             at += 1 + max(count, 0)
-        return Announcement(words[0], bool(words[1]), *parts)
-
-
-@lru_cache(maxsize=64)
-def split_sizes(rows: int, microbatches: int) -> list[int]:
-    """As torch.tensor_split."""
-    whole, rest = divmod(rows, microbatches)
-    return [whole + (i < rest) for i in range(microbatches)]
+        return Announcement(words[0], bool(words[1]), *tuples)
 
 
 def sample_ids(ids: Ids | None) -> tuple[int, ...] | None:
-    """Ids as 64-bit integers: whole numbers as they are, texts by hash. Twice the same, or another type: UsageError."""
+    """`ids` as 64-bit integers: whole numbers as they are, texts by hash. UsageError where one stands twice, or is
+    of another type."""
     if ids is None:
         return None
     given = ids.tolist() if isinstance(ids, Tensor) else ids
     if not isinstance(given, Iterable) or isinstance(given, str):
-        raise UsageError(f"ids = {ids!r}: must be a list or tensor of sample ids, one a row of the batch")
-    given, out = list(given), []
+        raise UsageError(f"ids = {ids!r}: must be a list or tensor of sample ids, one per row of the batch")
+    given = list(given)
+    out = []
     for one in given:
         if isinstance(one, str):
             out.append(derive("sample", one))
@@ -93,21 +81,25 @@ def sample_ids(ids: Ids | None) -> tuple[int, ...] | None:
             raise UsageError(f"a sample id is a whole number of 64 bits or a text, not {one!r}")
     if len(set(out)) != len(out):
         twice = next(g for g, o in zip(given, out) if out.count(o) > 1)
-        raise UsageError(f"sample id {twice!r} stands twice in one batch: every sample needs an id of its own")
+        raise UsageError(f"sample id {twice!r} stands twice in one batch: every sample needs its own id")
     return tuple(out)
 
 
 def announcement(
     step: int, train: bool, ids: Ids | None, shape: Sequence[int] | None, next_ids: Ids | None, per_sample: str
 ) -> Announcement | str:
-    """What the first stage's rank says of a step; a user's mistake is said too, so that every rank raises it.
-    `per_sample`: the link that remembers samples, in words, if ids are needed."""
+    """The announcement of a step, or one line that says what is wrong with the arguments.
+
+    step, train, ids, shape, next_ids: as in Announcement, as the user gave them.
+    per_sample: the link that remembers samples, in words, if ids are needed; else "".
+    """
     try:
-        known, following = sample_ids(ids), sample_ids(next_ids)
+        known = sample_ids(ids)
+        following = sample_ids(next_ids)
     except UsageError as error:
         return str(error)
     if known is None and per_sample:
-        return f"{per_sample} remembers samples: give step(ids=…) on the first stage, one id a row"
+        return f"{per_sample} remembers samples: give step(ids=…) on the first stage, one id per row"
     if shape is not None and (not isinstance(shape, Sequence) or not shape or not all(type(n) is int for n in shape)):
         return f"shape = {shape!r}: must be the batch's, x.shape"
     given = None if shape is None else tuple(shape)
@@ -117,33 +109,48 @@ def announcement(
 
 
 class Announcer:
-    """The broadcast from the first stage's rank, in one message unless the batch has outgrown it."""
+    """The broadcast from the first stage's rank: one message, or two where the batch has grown.
 
-    def __init__(self, group: Any, root: int, device: torch.device) -> None:
-        self.group, self.root, self.device, self.room = group, root, device, ROOM
+    group: the ranks of the pipeline.
+    root: the rank of the first stage in the group.
+    device: where messages of the group have to be.
+    """
 
-    def announce(self, mine: Announcement | str | None) -> Announcement:
-        """`mine` on the first stage's rank (a text is a complaint, raised on every rank); ignored elsewhere."""
-        size, rank = world(self.group)
-        words = _pack(mine) if rank == self.root else []
-        if size > 1:
-            words = self._broadcast(words, rank)
-        if words[0]:
-            raise UsageError(bytes(words[1:]).decode())
-        return Announcement.read(words[1:])
+    def __init__(self, group: dist.ProcessGroup | None, root: int, device: torch.device) -> None:
+        self.group = group
+        self.root = root
+        self.device = device
+        self.size, self.rank = world(group)
+        self.length = FIRST_LENGTH
 
-    def _broadcast(self, words: list[int], rank: int) -> list[int]:
-        first = torch.zeros(self.room, dtype=torch.int64)
-        head = [len(words), *words[: self.room - 1]]
+    def announce(self, announced: Announcement | str | None) -> Announcement:
+        """Broadcast, and return what the first stage's rank announced. All ranks of the pipeline call it together.
+
+        announced: on the first stage's rank the announcement, or a text that is raised on every rank as a UsageError;
+        ignored elsewhere.
+        """
+        words = _pack(announced) if self.rank == self.root else []
+        if self.size > 1:
+            words = self._broadcast(words)
+        is_error, *content = words
+        if is_error:
+            raise UsageError(bytes(content).decode())
+        return Announcement.read(content)
+
+    def _broadcast(self, words: list[int]) -> list[int]:
+        """A message of `length` words that begins with their number, and a second one for those that do not fit."""
+        room = self.length - 1
+        head = [len(words), *words[:room]]
+        first = torch.zeros(self.length, dtype=torch.int64)
         first[: len(head)] = torch.tensor(head)
         first = self._send(first)
         total = int(first[0])
-        got = first[1 : 1 + min(total, self.room - 1)].tolist()
-        if total > self.room - 1:
-            rest = torch.tensor(words[self.room - 1 :] or [0] * (total - self.room + 1))
-            got += self._send(rest).tolist()
-            self.room = 1 << (total + 1).bit_length()
-        return got
+        received = first[1 : 1 + min(total, room)].tolist()
+        if total > room:
+            rest = torch.tensor(words[room:] or [0] * (total - room))
+            received += self._send(rest).tolist()
+            self.length = 1 << (total + 1).bit_length()
+        return received
 
     def _send(self, words: Tensor) -> Tensor:
         words = words.to(self.device)
@@ -151,28 +158,10 @@ class Announcer:
         return words.cpu()
 
 
-def _pack(mine: Announcement | str | None) -> list[int]:
-    if mine is None:
+def _pack(announced: Announcement | str | None) -> list[int]:
+    """1 and the bytes of a text, or 0 and the words of an announcement."""
+    if announced is None:
         raise RuntimeError("the first stage's rank has nothing to announce")
-    return [1, *mine.encode()] if isinstance(mine, str) else [0, *mine.words()]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One boundary's exchange: my words for the peer (a rank of the group)."""
-
-    peer: int
-    mine: Tensor
-
-
-def swap_words(pairs: Sequence[Pair], group: Any, device: torch.device) -> list[Tensor]:
-    """What the peer of every pair sent, int64 of the same length; pairs stand in boundary order on both sides."""
-    outgoing = [pair.mine.to(device) for pair in pairs]
-    incoming = [torch.empty_like(words) for words in outgoing]
-    operations = []
-    for pair, out, into in zip(pairs, outgoing, incoming):
-        operations.append(dist.P2POp(dist.isend, out, group=group, group_peer=pair.peer))
-        operations.append(dist.P2POp(dist.irecv, into, group=group, group_peer=pair.peer))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
-    return [words.cpu() for words in incoming]
+    if isinstance(announced, str):
+        return [1, *announced.encode()]
+    return [0, *announced.words()]

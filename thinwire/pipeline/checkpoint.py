@@ -13,43 +13,48 @@ from torch import Tensor
 
 from thinwire.collectives.groups import world
 from thinwire.errors import UsageError
-from thinwire.pipeline.framed_stage import FramedStage
 from thinwire.pipeline.lane import Lane
+from thinwire.pipeline.planned_stage import PlannedStage
 
 
-def state_of(stages: Sequence[FramedStage], steps: int, scale: float, stores: bool) -> dict[str, Tensor]:
-    """This rank's: residuals, factors, counters, and with `stores` what is remembered of samples."""
+def state_of(stages: Sequence[PlannedStage], steps: int, scale: float, stores: bool) -> dict[str, Tensor]:
+    """This rank's state.
+
+    stages: this rank's. steps: done so far. scale: the loss scale that residuals are in. stores: with the mirrors of
+    samples.
+    """
     out = {"step": torch.tensor(steps), "scale": torch.tensor(scale, dtype=torch.float64)}
-    for prefix, lane in _places(stages):
+    for prefix, lane in _lanes(stages):
         out |= {f"{prefix}{name}": value for name, value in lane.state_dict(stores).items()}
-    mark = _mark()
-    return {f"{mark}{name}": value for name, value in out.items()}
+    rank = _rank_prefix()
+    return {f"{rank}{name}": value for name, value in out.items()}
 
 
 def own_part(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part of several, or whichever is the only one, without the rank in its names."""
-    marks = {name.partition("/")[0] + "/" for name in state}
-    mark = next(iter(marks)) if len(marks) == 1 else _mark()
-    mine = {name.removeprefix(mark): value for name, value in state.items() if name.startswith(mark)}
-    if "step" not in mine:
-        known = ", ".join(sorted(m[:-1] for m in marks)) or "nobody"
-        raise UsageError(f"the state has no part for {mark[:-1]}, only for {known}")
-    return mine
+    """This rank's part of a `state` of several ranks, or the only part there is; without the rank in its names."""
+    ranks = {name.partition("/")[0] + "/" for name in state}
+    rank = next(iter(ranks)) if len(ranks) == 1 else _rank_prefix()
+    own = {name.removeprefix(rank): value for name, value in state.items() if name.startswith(rank)}
+    if "step" not in own:
+        known = ", ".join(sorted(name[:-1] for name in ranks)) or "no rank"
+        raise UsageError(f"the state has no part for {rank[:-1]}, only for {known}")
+    return own
 
 
-def restore(stages: Sequence[FramedStage], mine: Mapping[str, Tensor]) -> tuple[int, float]:
-    """Into the lanes of the stages, which have met; (steps, loss scale). What is missing starts empty."""
-    for prefix, lane in _places(stages):
-        lane.load_state_dict({n.removeprefix(prefix): v for n, v in mine.items() if n.startswith(prefix)})
-    return int(mine["step"]), float(mine["scale"])
+def restore(stages: Sequence[PlannedStage], own: Mapping[str, Tensor]) -> tuple[int, float]:
+    """Load `own_part(state)` into the lanes of `stages`, after the handshake; returns (steps, loss scale). What is
+    missing starts empty."""
+    for prefix, lane in _lanes(stages):
+        lane.load_state_dict({n.removeprefix(prefix): v for n, v in own.items() if n.startswith(prefix)})
+    return int(own["step"]), float(own["scale"])
 
 
-def _places(stages: Sequence[FramedStage]) -> Iterator[tuple[str, Lane]]:
+def _lanes(stages: Sequence[PlannedStage]) -> Iterator[tuple[str, Lane]]:
     for stage in stages:
         for lane in stage.lanes.all():
             yield f"stage{stage.stage_index}/{lane.name}/{lane.end}/", lane
 
 
-def _mark() -> str:
+def _rank_prefix() -> str:
     size, rank = world(None)
     return f"rank{rank}of{size}/"

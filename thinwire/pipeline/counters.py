@@ -1,4 +1,4 @@
-"""What a pipeline rank has sent, received, remembered and refused."""
+"""Counters of a pipeline rank, and how large its stores of samples are or will become."""
 
 from __future__ import annotations
 
@@ -18,45 +18,63 @@ from thinwire.pipeline.lane import Lane
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes are frames, headers included, sent by this rank; `raw` what the tensors take uncompressed."""
+    """What one rank has done so far.
+
+    steps: begun. skips: training steps that were rolled back.
+    healed: samples whose mirrors the two ends did not hold alike.
+    forward_bytes, backward_bytes: sent by this rank: frames with their headers, and integers and masks as they are.
+    raw_bytes: what the tensors sent take uncompressed.
+    cold, warm: visits of samples without and with a mirror.
+    nonfinite: messages with NaN or Inf. rejected: frames that were damaged, stale or foreign.
+    rollbacks: of channels.
+    """
 
     steps: int
     skips: int
-    healed: int  # samples whose mirrors the two ends did not hold alike
+    healed: int
     forward_bytes: int
     backward_bytes: int
     raw_bytes: int
     cold: int
     warm: int
     nonfinite: int
-    rejected: int  # frames that were damaged, stale or foreign
+    rejected: int
     rollbacks: int
 
     @property
     def hit_rate(self) -> float:
+        """The share of visits that were warm."""
         return self.warm / (self.cold + self.warm) if self.cold + self.warm else 0.0
 
     @staticmethod
     def of(lanes: Sequence[Lane], steps: int, skips: int, healed: int) -> Counters:
-        sent = {way: _sum(lanes, way, "wire_bytes") for way in ("forward", "backward")}
+        """Sums over a rank's `lanes`; the others are as in the class."""
+        forward = _sum(lanes, "forward", "wire_bytes")
+        backward = _sum(lanes, "backward", "wire_bytes")
         raw = _sum(lanes, "forward", "raw_bytes") + _sum(lanes, "backward", "raw_bytes")
         every = [channel.stats for lane in lanes for _, channel in lane.channels()]
         rest = {n: sum(getattr(s, n) for s in every) for n in ("cold", "warm", "nonfinite", "rejected", "rollbacks")}
-        return Counters(steps, skips, healed, sent["forward"], sent["backward"], raw, **rest)
+        return Counters(steps, skips, healed, forward, backward, raw, **rest)
 
 
-def _sum(lanes: Iterable[Lane], way: str, field: str) -> int:
-    mine = [lane for lane in lanes if lane.end == "send" and lane.name.startswith(way)]
-    return sum(getattr(channel.stats, field) for lane in mine for _, channel in lane.channels())
+def _sum(lanes: Iterable[Lane], direction: str, field: str) -> int:
+    """Of all that was sent in a direction; `field` is wire_bytes or raw_bytes."""
+    sending = [lane for lane in lanes if lane.end == "send" and lane.name.startswith(direction)]
+    framed = sum(getattr(channel.stats, field) for lane in sending for _, channel in lane.channels())
+    return framed + sum(lane.sent_as_is for lane in sending)
 
 
 def store_forecast(lanes: Iterable[Lane], samples: int | None, row: Sequence[int]) -> list[str]:
-    """The same before the first step, for rows of that shape. UsageError where a disk has too little room."""
-    out, needed = [], dict[Path, float]()
+    """`store_estimate` before the first step. UsageError where a disk has too little room.
+
+    lanes: of this rank. samples: in the data set, where known. row: the shape of one sample's activation.
+    """
+    out = []
+    needed: dict[Path, float] = {}
     for lane in (lane for lane in lanes if lane.per_sample):
         memory = lane.memory
         size = RamStore(memory.store).pack(torch.zeros(tuple(row))).nbytes
-        line = f"{lane.name} ({lane.end}) will remember {show_bytes(size)} a sample in {memory.path or 'RAM'}"
+        line = f"{lane.name} ({lane.end}) will remember {show_bytes(size)} per sample in {memory.path or 'RAM'}"
         if samples is not None:
             share, limit = parse_capacity(memory.capacity)
             total = min(share * size * samples, math.inf if limit is None else limit)
@@ -75,15 +93,20 @@ def store_forecast(lanes: Iterable[Lane], samples: int | None, row: Sequence[int
 
 
 def store_estimate(lanes: Iterable[Lane], samples: int | None) -> list[str]:
-    """A line per lane that remembers samples: bytes a sample, and for the whole data set where its size is known."""
+    """One line per lane that remembers samples: bytes per sample, and for the whole data set where its size is known.
+
+    lanes: of this rank. samples: in the data set, where known.
+    """
     out = []
     for lane in lanes:
         stores = [channel.state.stores["h"] for channel in lane.coded.values() if lane.per_sample]
         kept = [(sum(store.size_of(key) for key in store), sum(1 for _ in store)) for store in stores]
-        a_sample = sum(size / count for size, count in kept if count)
-        if not a_sample:
+        per_sample_bytes = sum(size / count for size, count in kept if count)
+        if not per_sample_bytes:
             continue
         where = stores[0].path if hasattr(stores[0], "path") else "RAM"
-        line = f"{lane.name} ({lane.end}) remembers {show_bytes(a_sample)} a sample in {where}"
-        out.append(line if samples is None else f"{line}, {show_bytes(a_sample * samples)} for {samples} samples")
+        line = f"{lane.name} ({lane.end}) remembers {show_bytes(per_sample_bytes)} per sample in {where}"
+        out.append(
+            line if samples is None else f"{line}, {show_bytes(per_sample_bytes * samples)} for {samples} samples"
+        )
     return out

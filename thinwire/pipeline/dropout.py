@@ -1,6 +1,6 @@
 """Dropout above a boundary: found, warned of, and if asked for, made the same on every visit of a sample.
 
-A fresh mask each visit changes the activation far more than training does (|δ|/|a| 0.35 with p = 0.1 against 0.034
+A new mask on each visit changes the activation far more than training does (|δ|/|a| 0.35 with p = 0.1 against 0.034
 without), so a delta against the last visit gains nothing. With masks drawn from (run, sample, layer) instead of the
 global generator the same units are dropped for a sample at every visit, and the delta is small again.
 """
@@ -31,7 +31,10 @@ def _rate(part: nn.Module) -> float:
 
 
 def seed_dropout(module: nn.Module, seed: int, ids: Callable[[], Ids]) -> None:
-    """Replace every nn.Dropout in the module by one whose mask belongs to the sample; others are left, and found."""
+    """Replace every nn.Dropout in the module by one whose mask belongs to the sample; other kinds are left alone.
+
+    module: changed in place. seed: the run's. ids: gives the samples of the micro-batch being computed.
+    """
     for parent, name, path in list(_dropouts(module)):
         setattr(parent, name, SampleDropout(getattr(parent, name).p, derive(seed, path), ids))
 
@@ -44,11 +47,16 @@ def _dropouts(module: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
 
 
 class SampleDropout(nn.Module):
-    """x · [u ≥ p]/(1 − p) with u from (layer, sample, position): row i of x belongs to the i-th sample announced."""
+    """x · [u ≥ p]/(1 − p) with u from (layer, sample, position): row i of x belongs to the i-th sample.
+
+    p: the rate. seed: the layer's. ids: gives the samples of the micro-batch; None: dropout as torch does it.
+    """
 
     def __init__(self, p: float, seed: int, ids: Callable[[], Ids]) -> None:
         super().__init__()
-        self.p, self.seed, self.ids = p, seed, ids
+        self.p = p
+        self.seed = seed
+        self.ids = ids
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -58,7 +66,9 @@ class SampleDropout(nn.Module):
             return nn.functional.dropout(x, self.p)
         seeds = [derive(self.seed, one) for one in ids]
         noise = uniform_rows(x[0].numel(), seeds, x).view(x.shape)
-        return x * ((noise >= self.p).to(x.dtype) / (1 - self.p)) if self.p < 1 else torch.zeros_like(x)
+        if self.p == 1:
+            return torch.zeros_like(x)
+        return x * ((noise >= self.p).to(x.dtype) / (1 - self.p))
 
     def extra_repr(self) -> str:
         return f"p={self.p}, by sample"

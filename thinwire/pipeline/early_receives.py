@@ -1,15 +1,15 @@
 """Receives that are posted before the step's first send, so that both directions of a slow link are used at once.
 
-Gloo sends a message only after the receiver has told it that it waits, and that note travels behind everything the
-receiver has already queued for the same peer. A receive posted when torch asks for it, usually together with a send to
+Gloo sends a message only after the receiver has signalled that it waits, and that signal queues behind everything the
+receiver has already sent to the same peer. A receive posted when torch asks for it, usually together with a send to
 the same neighbour, thus makes the two directions take turns: 50 kB each way over 5 Mbit/s took 0.16 s, and 0.08 s with
-both receives posted first. The announcement says which samples come, so every frame's size is known at step start; from
-the second step of a shape on all receives are posted there. Messages carry tags, since they no longer match by order.
+both receives posted first. The announcement lists the samples, so every frame's size is known at step start: from the
+second step of a shape on all receives are posted there. Messages carry tags, since they no longer match by order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,94 +17,110 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.pipeline.lane import Lane, Message
+from thinwire.pipeline.step_plan import StepPlan
+
 LIMIT = 256 << 20  # bytes of buffers posted at once by a stage; what is beyond is received when torch asks
-WAYS = ("forward", "backward")
-TENSORS = 16  # of one message, at most
-TAGS = 2**31 - 1
 
 
 @dataclass
-class Arrival:
-    """A receive under way: the frame's buffer, what it will be decoded to, and the work to wait for if it is early."""
+class Receive:
+    """A receive under way.
+
+    frame: the buffer it arrives in.
+    shape, dtype: of the tensor in the frame.
+    tag: of the frame; 0: it matches by order.
+    work: what to wait for, if it was posted early.
+    """
 
     frame: Tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
+    tag: int
     work: dist.Work | None = None
 
 
 @dataclass
-class Known:
-    """What arrived in the last step for a micro-batch, in one direction."""
+class LastReceive:
+    """What torch asked to receive for a message in the last step; lists have one entry per tensor."""
 
-    peers: list[tuple[int, Any]]  # (global rank, group) a tensor
+    peers: list[tuple[int, Any]]  # (global rank, group)
     shapes: list[tuple[int, ...]]
-    likes: list[Tensor]  # torch's buffers, for dtype and device
+    likes: list[Tensor]  # empty ones, for dtype and device
 
 
-def tag(way: str, sender: int, chunk: int, index: int, step: int, stages: int, microbatches: int) -> int:
-    """A number that no other message has in this step, or in the many before: what a step that failed has posted cannot
-    be taken back, and must not match a later step's message. `step` counts from a number of the pipeline's own, for
-    several may share a group. 0: there are too many messages to number, they match by order."""
-    messages = stages * 2 * microbatches * TENSORS
-    if index >= TENSORS or messages > TAGS >> 10:
-        return 0
-    place = ((sender * 2 + WAYS.index(way)) * microbatches + chunk) * TENSORS + index
-    return 1 + place + messages * (step % ((TAGS - 1) // messages))
+def empty_receives(
+    lane: Lane, message: Message, shapes: Sequence[tuple[int, ...]], likes: Sequence[Tensor]
+) -> list[Receive]:
+    """Buffers for the frames of a message, one per tensor.
+
+    lane: where it arrives. message: which. shapes: of its tensors. likes: tensors of their dtypes and device.
+    """
+    receives = []
+    for i, (shape, like) in enumerate(zip(shapes, likes)):
+        tag = message.tag(i)
+        receives.append(Receive(lane.expect(message, i, shape, like), shape, like.dtype, tag))
+    return receives
 
 
 class EarlyReceives:
-    """One stage's receives. `sizes` are the rows of the micro-batches for which `known` holds."""
+    """One stage's receives. `known` holds for steps whose micro-batches have `rows`."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[str, int], Known] = {}
-        self.sizes: Sequence[int] | None = None
-        self.posted: dict[tuple[str, int], list[Arrival]] = {}
+        self.known: dict[tuple[str, int], LastReceive] = {}
+        self.rows: Sequence[int] | None = None
+        self.posted: dict[tuple[str, int], list[Receive]] = {}
 
     def note(
-        self, way: str, chunk: int, ops: list[dist.P2POp], shapes: list[tuple[int, ...]], sizes: Sequence[int] | None
-    ) -> None:
-        """Torch has asked for these: the next step of the same sizes need not wait for it to ask again."""
-        if sizes != self.sizes:
-            self.known, self.sizes = {}, sizes
-        if sizes is not None and ops and ops[0].tensor.device.type == "cpu":
-            self.known[way, chunk] = Known([(op.peer, op.group) for op in ops], shapes, [op.tensor for op in ops])
+        self, direction: str, microbatch: int, ops: list[dist.P2POp], shapes: list[tuple[int, ...]],
+        rows: Sequence[int] | None,
+    ) -> None:  # fmt: skip
+        """Torch has asked for these; in the next step of the same rows they can be posted before it asks again.
 
-    def post(
-        self,
-        sizes: Sequence[int] | None,
-        expect: Callable[[str, int, int, tuple[int, ...], Tensor], Tensor],
-        tag_of: Callable[..., int],
-    ) -> None:
-        """`expect` gives the empty frame of (direction, micro-batch, tensor, shape, like)."""
-        if sizes is None or sizes != self.sizes:
+        direction, microbatch: the message. ops: torch's operations. shapes: of the tensors. rows: per micro-batch.
+        """
+        if rows != self.rows:
+            self.known = {}
+            self.rows = rows
+        if rows is not None and ops and ops[0].tensor.device.type == "cpu":
+            peers = [(op.peer, op.group) for op in ops]
+            likes = [op.tensor.new_empty(0) for op in ops]
+            self.known[direction, microbatch] = LastReceive(peers, shapes, likes)
+
+    def post(self, plan: StepPlan, lanes: Mapping[str, Lane]) -> None:
+        """Post the step's receives as far as `LIMIT` goes, where its rows are those of the step before.
+
+        plan: the step's. lanes: incoming ones by direction.
+        """
+        if plan.rows is None or plan.rows != self.rows:
             return
         total = 0
-        for (way, chunk), known in sorted(self.known.items(), key=lambda item: item[0][1]):
-            arrivals = [
-                Arrival(expect(way, chunk, i, shape, like), shape, like.dtype)
-                for i, (shape, like) in enumerate(zip(known.shapes, known.likes))
-            ]
-            total += sum(arrival.frame.numel() * arrival.frame.element_size() for arrival in arrivals)
+        for (direction, microbatch), last in sorted(self.known.items(), key=lambda item: item[0][1]):
+            message = plan.incoming[direction][microbatch]
+            receives = empty_receives(lanes[direction], message, last.shapes, last.likes)
+            total += sum(receive.frame.nbytes for receive in receives)
             if total > LIMIT:
                 return
-            tags = [tag_of(way, chunk, i) for i in range(len(arrivals))]
-            if 0 in tags:
+            if any(receive.tag == 0 for receive in receives):
                 continue
-            for arrival, (peer, group), number in zip(arrivals, known.peers, tags):
-                arrival.work = dist.irecv(arrival.frame, peer, group, number)
-            self.posted[way, chunk] = arrivals
+            for receive, (peer, group) in zip(receives, last.peers):
+                receive.work = dist.irecv(receive.frame, peer, group, receive.tag)
+            self.posted[direction, microbatch] = receives
 
-    def take(self, way: str, chunk: int, shapes: list[tuple[int, ...]]) -> list[Arrival] | None:
-        """The receives of a micro-batch, where they were posted."""
-        arrivals = self.posted.pop((way, chunk), None)
-        if arrivals is not None and [a.shape for a in arrivals] != shapes:
+    def take(self, direction: str, microbatch: int, shapes: list[tuple[int, ...]]) -> list[Receive] | None:
+        """The receives of a message, where they were posted; `shapes` are those that torch asks for."""
+        receives = self.posted.pop((direction, microbatch), None)
+        if receives is not None and [receive.shape for receive in receives] != shapes:
             raise RuntimeError(
-                f"{way} of micro-batch {chunk} brings {shapes}, but {[a.shape for a in arrivals]} was expected, as in "
-                "the step before: what a stage puts out may change its shape only with the batch (step(shape=…))"
+                f"{direction} of micro-batch {microbatch} has shapes {shapes}, but "
+                f"{[receive.shape for receive in receives]} were expected, as in the step before: the shapes of a "
+                "stage's outputs may change only with the batch's (step(shape=…))"
             )
-        return arrivals
+        return receives
 
-    def drop(self) -> None:
-        """The step is over. What a failed one has left is never matched: its tags are of that step."""
+    def end_step(self, failed: bool) -> None:
+        """Drop what is left. What a failed step has posted is never matched, since its tags are of that step; what
+        was known need not be true then either."""
         self.posted = {}
+        if failed:
+            self.known = {}

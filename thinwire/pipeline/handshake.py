@@ -1,16 +1,16 @@
-"""Once, before the first step: where every stage lies, and whether neighbours mean the same.
+"""The handshake, once before the first step: which rank holds which stage, and whether all stages fit together.
 
-Every rank tells all others of its stages: what their links are, what shapes they declare. Whoever disagrees with a
-neighbour is named with it, on every rank. Then the lanes to neighbours on other ranks are made.
+Every rank sends all others a description of its stages: their links, options and declared shapes. Where two
+neighbouring stages disagree, every rank raises one error that names both and the difference. Then the lanes to
+neighbours on other ranks are made.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,9 @@ from thinwire.distributed.config_check import describe
 from thinwire.errors import UsageError
 from thinwire.pipeline.announce import Announcer
 from thinwire.pipeline.dropout import find_dropout
-from thinwire.pipeline.framed_stage import FramedStage, Lanes
 from thinwire.pipeline.lane import Lane
-from thinwire.pipeline.message_choice import Plan, predicate
+from thinwire.pipeline.message_choice import MessageChoice, Plan
+from thinwire.pipeline.planned_stage import Connections, Lanes, PlannedStage
 from thinwire.planner.step import Traffic
 
 FUNCTION_SAMPLE = 64  # micro-batches for which a user's `when` is compared
@@ -31,47 +31,67 @@ FUNCTION_SAMPLE = 64  # micro-batches for which a user's `when` is compared
 
 @dataclass(frozen=True)
 class StageInfo:
-    """What a stage says of itself."""
+    """A stage's description of itself, for all ranks.
+
+    stages: how many it counts in the pipeline.
+    config: links and options that have to be equal on all stages, in words.
+    inputs, outputs: declared shapes and dtypes, in words; None where nothing is declared.
+    dropout: names of modules that drop values at random.
+    first_tag: a random number that the pipeline's tags count from; stage 0's is used.
+    """
 
     stages: int
     config: dict[str, str]
-    inputs: tuple[str, ...] | None  # declared shapes and dtypes
+    inputs: tuple[str, ...] | None
     outputs: tuple[str, ...] | None
     dropout: list[str]
-    first_tag: int  # of the pipeline's messages; stage 0's word counts
+    first_tag: int
 
 
 @dataclass(frozen=True)
 class Handshake:
-    place: dict[int, int]  # stage → rank in the group
-    remote: list[tuple[Lane, int]]  # this rank's forward lanes in boundary order, each with the peer's rank
-    per_sample: str  # a forward link with per-sample memory, in words; "" where there is none
+    """What the handshake found.
+
+    rank_of: stage → rank in the group, of all stages.
+    connections: of this rank's stages, by stage.
+    sample_lanes: this rank's lanes with per-sample memory in boundary order, each with the rank of its other end.
+    per_sample: the forward link's memory in words, if it remembers samples; else "".
+    announcer: broadcasts from the first stage's rank.
+    """
+
+    rank_of: dict[int, int]
+    connections: dict[int, Connections]
+    sample_lanes: list[tuple[Lane, int]]
+    per_sample: str
     announcer: Announcer
 
 
-def shake_hands(stages: Sequence[FramedStage], group: Any, options: dict[str, str], plan: Plan) -> Handshake:
-    """Raises one UsageError on all ranks where stages are missing or do not fit."""
+def shake_hands(
+    stages: Sequence[PlannedStage], group: dist.ProcessGroup | None, options: Mapping[str, str], plan: Plan
+) -> Handshake:
+    """Raises one UsageError on all ranks where stages are missing or do not fit. All ranks call it together.
+
+    stages: this rank's. group: the ranks of the pipeline. options: the Pipeline's, in words. plan: for
+    when = "critical".
+    """
     size, rank = world(group)
-    mine = {stage.stage_index: _stage_info(stage, options) for stage in stages}
-    everyone: list[dict[int, StageInfo]] = [mine]
+    own = {stage.stage_index: _stage_info(stage, options) for stage in stages}
+    everyone: list[dict[int, StageInfo]] = [own]
     if size > 1:
         everyone = [{} for _ in range(size)]
-        dist.all_gather_object(everyone, mine, group=group)
-    infos, place = _placed(everyone)
+        dist.all_gather_object(everyone, own, group=group)
+    infos, rank_of = _merged(everyone)
     for index in range(len(infos) - 1):
         _compare(index, infos[index], infos[index + 1])
-    remote = []
+    connections = {}
     for stage in stages:
-        stage.lanes, stage.first_tag = _lanes(stage, place, rank), infos[0].first_tag
-        remote += _forward_lanes(stage, place)
-        for traffic, link in ((Traffic.FORWARD, stage.wire.forward), (Traffic.BACKWARD, stage.wire.backward)):
-            stage.predicates[str(traffic)] = _predicate(link, traffic, plan, size, stage)
-    remote.sort(key=lambda entry: entry[0])
-    sampled = _sampled(stages[0].wire.forward)
-    if sampled:
-        _warn_of_dropout({stage.stage_index: infos[stage.stage_index].dropout for stage in stages}, len(infos) - 1)
-    announcer = Announcer(group, place[0], torch.device(stages[0].device))
-    return Handshake(place, [(lane, peer) for _, lane, peer in remote], sampled, announcer)
+        choices = _choices(stage, plan, size)
+        connections[stage.stage_index] = Connections(_lanes(stage, rank_of, rank), choices, infos[0].first_tag, rank_of)
+    per_sample = _per_sample(stages[0].wire.forward)
+    if per_sample:
+        _warn_of_dropout({index: info.dropout for index, info in own.items()}, len(infos) - 1)
+    announcer = Announcer(group, rank_of[0], torch.device(stages[0].device))
+    return Handshake(rank_of, connections, _sample_lanes(connections, rank_of), per_sample, announcer)
 
 
 def _warn_of_dropout(found: dict[int, list[str]], last: int) -> None:
@@ -85,34 +105,38 @@ def _warn_of_dropout(found: dict[int, list[str]], last: int) -> None:
             )
 
 
-def _stage_info(stage: FramedStage, options: dict[str, str]) -> StageInfo:
+def _stage_info(stage: PlannedStage, options: Mapping[str, str]) -> StageInfo:
     config = describe(stage.wire.forward, "forward") | describe(stage.wire.backward, "backward")
     config = {name: value for name, value in config.items() if not name.endswith(".path")}
-    for way, link in (("forward", stage.wire.forward), ("backward", stage.wire.backward)):
+    for direction, link in (("forward", stage.wire.forward), ("backward", stage.wire.backward)):
         if link is not None and callable(link.when):
-            config.pop(f"{way}.when")
+            config.pop(f"{direction}.when")
             for s in range(stage.num_stages):
-                chosen = ["01"[bool(link.when(s, m))] for m in range(FUNCTION_SAMPLE)]
-                config[f"{way}.when for stage {s}"] = "".join(chosen)
+                chosen = [str(int(bool(link.when(s, m)))) for m in range(FUNCTION_SAMPLE)]
+                config[f"{direction}.when for stage {s}"] = "".join(chosen)
+    config |= options
+    config["seed"] = repr(stage.seed)
     dropout = find_dropout(stage.submod) if stage.dropout != "ignore" and stage.submod.training else []
     inputs, outputs = stage.declared
-    start = int.from_bytes(os.urandom(4), "little")
-    return StageInfo(stage.num_stages, config | options | {"seed": repr(stage.seed)}, inputs, outputs, dropout, start)
+    first_tag = int.from_bytes(os.urandom(4), "little")
+    return StageInfo(stage.num_stages, config, inputs, outputs, dropout, first_tag)
 
 
-def _placed(everyone: list[dict[int, StageInfo]]) -> tuple[dict[int, StageInfo], dict[int, int]]:
+def _merged(everyone: list[dict[int, StageInfo]]) -> tuple[dict[int, StageInfo], dict[int, int]]:
+    """(description, rank) of every stage, from the descriptions by rank."""
     infos: dict[int, StageInfo] = {}
-    place: dict[int, int] = {}
-    for rank, theirs in enumerate(everyone):
-        for index, info in theirs.items():
-            if index in place:
-                raise UsageError(f"stage {index} is on rank {place[index]} and on rank {rank} of the pipeline")
-            infos[index], place[index] = info, rank
+    rank_of: dict[int, int] = {}
+    for rank, described in enumerate(everyone):
+        for index, info in described.items():
+            if index in rank_of:
+                raise UsageError(f"stage {index} is on rank {rank_of[index]} and on rank {rank} of the pipeline")
+            infos[index] = info
+            rank_of[index] = rank
     stages = next(iter(infos.values())).stages
-    missing = [i for i in range(stages) if i not in place]
+    missing = [i for i in range(stages) if i not in rank_of]
     if missing:
         raise UsageError(f"stage {missing[0]} of {stages} is on no rank: bracket all stages of a rank by one Pipeline")
-    return infos, place
+    return infos, rank_of
 
 
 def _compare(index: int, one: StageInfo, other: StageInfo) -> None:
@@ -128,42 +152,45 @@ def _compare(index: int, one: StageInfo, other: StageInfo) -> None:
         )
 
 
-def _lanes(stage: FramedStage, place: dict[int, int], rank: int) -> Lanes:
-    """Lanes to the neighbours that lie on other ranks; on one rank torch hands tensors over."""
-    s, wire = stage.stage_index, stage.wire
+def _lanes(stage: PlannedStage, rank_of: Mapping[int, int], rank: int) -> Lanes:
+    """Lanes to the neighbours on other ranks; between stages of one rank torch hands tensors over."""
+    s = stage.stage_index
+    wire = stage.wire
     lanes = Lanes()
-    if s > 0 and place[s - 1] != rank:
-        lanes.forward_in = Lane(wire.forward, f"forward {s - 1}→{s}", "recv", stage.seed)
-        lanes.backward_out = Lane(wire.backward, f"backward {s}→{s - 1}", "send", stage.seed)
-    if s + 1 < len(place) and place[s + 1] != rank:
-        lanes.forward_out = Lane(wire.forward, f"forward {s}→{s + 1}", "send", stage.seed)
-        lanes.backward_in = Lane(wire.backward, f"backward {s + 1}→{s}", "recv", stage.seed)
+    if s > 0 and rank_of[s - 1] != rank:
+        lanes.incoming["forward"] = Lane(wire.forward, f"forward {s - 1}→{s}", "recv", stage.seed)
+        lanes.outgoing["backward"] = Lane(wire.backward, f"backward {s}→{s - 1}", "send", stage.seed)
+    if s + 1 < len(rank_of) and rank_of[s + 1] != rank:
+        lanes.outgoing["forward"] = Lane(wire.forward, f"forward {s}→{s + 1}", "send", stage.seed)
+        lanes.incoming["backward"] = Lane(wire.backward, f"backward {s + 1}→{s}", "recv", stage.seed)
     return lanes
 
 
-def _forward_lanes(stage: FramedStage, place: dict[int, int]) -> list[tuple[int, Lane, int]]:
-    """(boundary, lane, peer) of the lanes whose samples both ends remember."""
-    s, out = stage.stage_index, []
-    if stage.lanes.forward_in is not None:
-        out.append((s - 1, stage.lanes.forward_in, place[s - 1]))
-    if stage.lanes.forward_out is not None:
-        out.append((s, stage.lanes.forward_out, place[s + 1]))
-    return out
+def _sample_lanes(connections: Mapping[int, Connections], rank_of: Mapping[int, int]) -> list[tuple[Lane, int]]:
+    """The lanes whose two ends remember samples, in boundary order, each with the rank of its other end."""
+    found: list[tuple[int, Lane, int]] = []  # boundary s → s + 1, lane, rank
+    for s, connection in connections.items():
+        arriving = connection.lanes.incoming.get("forward")
+        leaving = connection.lanes.outgoing.get("forward")
+        if arriving is not None and arriving.per_sample:
+            found.append((s - 1, arriving, rank_of[s - 1]))
+        if leaving is not None and leaving.per_sample:
+            found.append((s, leaving, rank_of[s + 1]))
+    return [(lane, peer) for _, lane, peer in sorted(found, key=lambda entry: entry[0])]
 
 
-def _predicate(link: Link | None, traffic: Traffic, plan: Plan, ranks: int, stage: FramedStage) -> Any:
-    """(sender, micro-batch) → compress it? Built when the number of micro-batches is known."""
-    when = "always" if link is None else link.when
+def _choices(stage: PlannedStage, plan: Plan, ranks: int) -> dict[str, MessageChoice]:
+    """Per direction, which messages are compressed."""
+    choices = {}
+    for traffic, link in ((Traffic.FORWARD, stage.wire.forward), (Traffic.BACKWARD, stage.wire.backward)):
+        when = "always" if link is None else link.when
+        choice = MessageChoice(when, traffic, plan, ranks, stage.num_stages)
+        choice.predicate(stage.num_stages)  # raises the user's mistakes now
+        choices[str(traffic)] = choice
+    return choices
 
-    def decide(sender: int, microbatch: int) -> bool:
-        assert stage.microbatches is not None
-        return predicate(when, traffic, plan, ranks, stage.num_stages, stage.microbatches)(sender, microbatch)
 
-    predicate(when, traffic, plan, ranks, stage.num_stages, stage.num_stages)  # a mistake shows now
-    return decide
-
-
-def _sampled(link: Link | None) -> str:
+def _per_sample(link: Link | None) -> str:
     if link is None or isinstance(link.memory, str) or not link.memory.cold_start:
         return ""
     return f"[wire.forward] memory {link.memory.name}"

@@ -1,9 +1,13 @@
-"""One end of one direction over one boundary between stages: tensors of a micro-batch ⇄ frames.
+"""A lane: one end of one boundary between stages, in one direction. It makes frames of tensors, or tensors of frames.
 
 Per tensor there are two channels: the coded one, with the link's codec and memory, and an exact one for messages that
-`when` leaves alone and for evaluation. Per-sample memory (a cold start) is keyed by sample id, everything else by
-boundary. A frame that is damaged, stale or foreign, or that says "not finite", becomes NaN and a fault: the step goes
-on to its end, where all ranks roll it back together.
+`when` leaves uncompressed and for evaluation. Per-sample memory (a cold start) is keyed by sample id, everything else
+by boundary. A frame that is damaged, stale or foreign, or that is flagged as not finite, becomes NaN and a fault. The
+step then goes on to its end, where all ranks roll it back together.
+
+A refusal is a frame that no codec writes. The first stage sees a batch only when the others already wait for its first
+message. Where the batch is not as it was announced, a refusal of the expected size is sent instead; whoever receives
+it passes it on, and then all ranks raise the same error (FramedStage._refuse).
 """
 
 from __future__ import annotations
@@ -24,72 +28,104 @@ from thinwire.memory.channel import Channel
 from thinwire.memory.store import Key
 from thinwire.pipeline.lazy_error import Trial
 
+DIRECTIONS = ("forward", "backward")
 AS_IS = Link(Identity())
+TENSORS = 16  # of one message, at most, that have tags
+REFUSED = 255  # every byte of a refusal; a frame of a codec begins with its version
 
 
 @dataclass(frozen=True)
-class Part:
-    """A micro-batch at this boundary: its number, its samples, whether `when` chose it."""
+class Message:
+    """What both ends of a boundary know of a message before it is sent.
+
+    microbatch: its number in the step.
+    ids: the samples in it, one per row; None where no ids were given.
+    coded: whether `when` chose it for compression.
+    first_tag: the tag of its first tensor, the others' follow; 0: messages match by order.
+    """
 
     microbatch: int
     ids: tuple[int, ...] | None
     coded: bool
+    first_tag: int = 0
+
+    def tag(self, index: int) -> int:
+        """The tag of tensor number `index`; 0: it matches by order."""
+        return self.first_tag + index if self.first_tag and index < TENSORS else 0
 
 
 class Lane:
-    """`name` is the boundary and direction ("forward 1→2"), equal at both ends; `end` is send or recv."""
+    """One end of one boundary, in one direction.
+
+    link: codec, memory and `when` of the messages; None: they are sent uncompressed.
+    name: direction and boundary ("forward 1→2"), equal at both ends.
+    end: "send" or "recv".
+    seed: the run's, equal at both ends.
+    """
 
     def __init__(self, link: Link | None, name: str, end: str, seed: int) -> None:
-        self.link, self.name, self.end, self.seed = link or AS_IS, name, end, seed
-        tries = self.link.memory == "auto" and end == "send"
-        self.trial = Trial(name, self.link.codec, seed) if tries else None
+        self.link = link or AS_IS
+        self.name = name
+        self.end = end
+        self.seed = seed
+        has_trial = self.link.memory == "auto" and end == "send"
+        self.trial = Trial(name, self.link.codec, seed) if has_trial else None
         if self.memory.refresh:
             raise UsageError(f"{name}: {self.memory.name} sends in full at random; a pipeline takes other memories")
         self.coded: dict[int, Channel] = {}
         self.exact: dict[int, Channel] = {}
         self.step: int | None = None
         self.faults: list[str] = []
+        self.sent_as_is = 0  # bytes of integers and masks, which no channel counts
         self._lost: list[tuple[Channel, Key]] = []
-        self._channel(Part(0, None, True), 0)  # a codec or a path that cannot be shows before the first step
+        self._channel(0, coded=True)  # an impossible codec or path raises here, before the first step
 
     @property
     def memory(self) -> Memory:
-        """ "auto" is what the trial of lazy error says; the receiving end need not know."""
+        """The link's memory; with "auto" the trial's last decision, which the receiving end need not know."""
         if isinstance(self.link.memory, Memory):
             return self.link.memory
         return Plain() if self.trial is None else self.trial.memory
 
     @property
     def per_sample(self) -> bool:
+        """Does this lane remember samples?"""
         return self.memory.cold_start
 
     # --- tensors ⇄ frames
 
-    def send(self, part: Part, index: int, x: Tensor) -> Tensor:
-        """The frame of tensor `index` of a micro-batch; integers and masks go as they are."""
+    def send(self, message: Message, index: int, x: Tensor) -> Tensor:
+        """The frame of `x`, tensor number `index` of a message; integers and masks are sent as they are."""
         if not x.is_floating_point():
+            self.sent_as_is += x.nbytes
             return x.contiguous()
-        channel, key = self._channel(part, index), self._key(part, index, tuple(x.shape))
+        channel = self._channel(index, message.coded)
+        key = self._key(message, index, tuple(x.shape))
         before = channel.stats.nonfinite
         frame = channel.send(key, x, nonfinite="later")
         if channel.stats.nonfinite > before:
-            self.faults.append(f"{self.name}, micro-batch {part.microbatch}: NaN or Inf")
-        elif self.trial is not None and part.coded:
-            self.trial.note_message(part.microbatch, index, x)
+            self.faults.append(f"{self.name}, micro-batch {message.microbatch}: NaN or Inf")
+        elif self.trial is not None and message.coded:
+            self.trial.note_message(message.microbatch, index, x)
         return frame
 
-    def expect(self, part: Part, index: int, shape: Sequence[int], like: Tensor) -> Tensor:
-        """An empty buffer of exactly the frame's size."""
+    def expect(self, message: Message, index: int, shape: Sequence[int], like: Tensor) -> Tensor:
+        """An empty buffer of exactly the size of the frame that tensor `index` will be sent in.
+
+        shape: the tensor's. like: any tensor of its dtype and device.
+        """
         if not like.is_floating_point():
             return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
-        size = self._channel(part, index).nbytes(self._key(part, index, tuple(shape)), shape, like.dtype)
+        channel = self._channel(index, message.coded)
+        size = channel.nbytes(self._key(message, index, tuple(shape)), shape, like.dtype)
         return torch.empty(size, dtype=torch.uint8, device=like.device)
 
-    def recv(self, part: Part, index: int, frame: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The tensor of a frame; NaN and a fault where it is not the expected one."""
+    def recv(self, message: Message, index: int, frame: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The tensor in a frame, of that shape and dtype; NaN and a fault where the frame is not the expected one."""
         if not dtype.is_floating_point:
             return frame
-        channel, key = self._channel(part, index), self._key(part, index, tuple(shape))
+        channel = self._channel(index, message.coded)
+        key = self._key(message, index, tuple(shape))
         before = channel.stats.nonfinite
         try:
             y = channel.recv(key, frame, shape, dtype, later=True)
@@ -98,43 +134,48 @@ class Lane:
             self._lost += [(channel, k) for k in (key if isinstance(key, list) else [key])]
             return torch.full(tuple(shape), torch.nan, dtype=dtype, device=frame.device)
         if channel.stats.nonfinite > before:
-            self.faults.append(f"{self.name}, micro-batch {part.microbatch}: NaN or Inf")
+            self.faults.append(f"{self.name}, micro-batch {message.microbatch}: NaN or Inf")
         return y
 
+    def refusal(self, message: Message, index: int, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A refusal in place of the frame of tensor `index`; arguments as of `expect`."""
+        return self.expect(message, index, shape, like).fill_(REFUSED)
+
     def resolve_checks(self) -> None:
-        """The step's end: faults of messages that nobody has looked at yet."""
+        """At the end of a step: collect the faults of messages whose checks were deferred."""
         for _, channel in self.channels():
             for keys, foreign in channel.resolve_checks():
                 what = "frame is damaged, stale or foreign" if foreign else "NaN or Inf"
                 self.faults.append(f"{self.name}, {', '.join(map(str, keys))}: {what}")
                 self._lost += [(channel, key) for key in keys] if foreign else []
 
-    def _key(self, part: Part, index: int, shape: tuple[int, ...]) -> Key | list[Key]:
-        if not (part.coded and self.per_sample):
+    def _key(self, message: Message, index: int, shape: tuple[int, ...]) -> Key | list[Key]:
+        if not (message.coded and self.per_sample):
             return f"{self.name}/{index}"
-        if part.ids is None:
+        if message.ids is None:
             raise UsageError(f"{self.name}: {self.memory.name} remembers samples: give step(ids=…) on the first stage")
-        if not shape or shape[0] != len(part.ids):
+        if not shape or shape[0] != len(message.ids):
             raise UsageError(
-                f"{self.name}: {len(part.ids)} sample ids in micro-batch {part.microbatch} for a tensor of shape "
+                f"{self.name}: {len(message.ids)} sample ids in micro-batch {message.microbatch} for a tensor of shape "
                 f"{shape}: its first dimension must be the samples"
             )
-        return list(part.ids)
+        return list(message.ids)
 
-    def _channel(self, part: Part, index: int) -> Channel:
-        table = self.coded if part.coded else self.exact
+    def _channel(self, index: int, coded: bool) -> Channel:
+        """The channel of tensor number `index`, made when it is first needed."""
+        table = self.coded if coded else self.exact
         if index not in table:
-            kind = "" if part.coded else "exact "
-            memory = self._placed(index) if part.coded else Plain()
-            codec = self.link.codec if part.coded else Identity()
             seed = derive(self.seed, self.name, index)
-            table[index] = Channel(codec, memory, seed=seed, name=f"{kind}{self.name}")
+            if coded:
+                table[index] = Channel(self.link.codec, self._memory_of(index), seed=seed, name=self.name)
+            else:
+                table[index] = Channel(Identity(), Plain(), seed=seed, name=f"exact {self.name}")
             if self.step is not None:
                 table[index].begin(self.step)
         return table[index]
 
-    def _placed(self, index: int) -> Memory:
-        """The link's memory, with a file of its own in the folder that its path names."""
+    def _memory_of(self, index: int) -> Memory:
+        """The link's memory; a path in it names a folder, in which tensor `index` of this lane has its own file."""
         memory = self.memory
         if memory.path is None:
             return memory
@@ -144,19 +185,26 @@ class Lane:
     # --- steps
 
     def channels(self) -> Iterator[tuple[str, Channel]]:
+        """Every channel made so far, with its name in checkpoints."""
         for kind, table in (("coded", self.coded), ("exact", self.exact)):
             for index, channel in table.items():
                 yield f"{kind}{index}", channel
 
     def begin(self, step: int) -> None:
-        self.step, self.faults, self._lost = step, [], []
+        """Open step number `step` on every channel."""
+        self.step = step
+        self.faults = []
+        self._lost = []
         if self.trial is not None:
             self.trial.begin(step)
         for _, channel in self.channels():
             channel.begin(step)
 
     def end_step(self, keep: bool, count: bool = True) -> None:
-        """Commit, or roll back; what came in damaged is then forgotten, so that its samples are cold next time."""
+        """Commit the step, or roll it back. Samples whose frames arrived damaged are cold next time.
+
+        keep: commit. count: count a rollback in the channels' statistics.
+        """
         self.step = None
         for _, channel in self.channels():
             if keep:
@@ -172,7 +220,7 @@ class Lane:
             self._change_memory(self.trial.memory)
 
     def _change_memory(self, memory: Memory) -> None:
-        """From the next step on; residuals of another memory are dropped."""
+        """Use another memory from the next step on; residuals of the former one are dropped."""
         for channel in self.coded.values():
             if channel.memory != memory:
                 channel.memory = channel.visits.memory = memory
@@ -190,31 +238,26 @@ class Lane:
     # --- what is remembered of samples
 
     def digests(self, ids: Sequence[int]) -> Tensor:
-        """int64[samples]: a digest of the mirrors of all tensors, −1 where one is missing."""
-        parts = [channel.digests(ids) for channel in self.coded.values()]
-        if not parts:
+        """int64[samples]: a digest of the mirrors of all tensors, −1 where one is missing. They are read from the store
+        now, since the step needs them next."""
+        for channel in self.coded.values():
+            channel.state.stores["h"].load(ids)
+        per_tensor = [channel.digests(ids) for channel in self.coded.values()]
+        if not per_tensor:
             return torch.full((len(ids),), -1, dtype=torch.int64)
-        both = torch.stack(parts)  # below 2³² each, so that the weighted sum stays far below 2⁶³
-        weights = torch.arange(1, len(parts) + 1)[:, None]
-        return torch.where((both >= 0).all(dim=0), (both * weights).sum(dim=0), -1)
+        stacked = torch.stack(per_tensor)  # below 2³² each, so that the weighted sum stays far below 2⁶³
+        weights = torch.arange(1, len(per_tensor) + 1)[:, None]
+        return torch.where((stacked >= 0).all(dim=0), (stacked * weights).sum(dim=0), -1)
 
     def remembers(self) -> int:
         """How many samples' mirrors this end holds."""
         return max((sum(1 for _ in channel.state.stores["h"]) for channel in self.coded.values()), default=0)
 
-    def agree(self, ids: Sequence[int], mine: Tensor, theirs: Tensor) -> int:
-        """Forget, for this step, what the two ends do not hold alike; how many samples differed."""
-        differ = (mine != theirs).tolist()
-        for key, other in zip(ids, differ):
-            if other:
-                for channel in self.coded.values():
-                    channel.state.forget(key)
-        return sum(differ)
-
-    def load(self, ids: Sequence[int]) -> None:
-        """These samples are about to be read."""
+    def forget(self, ids: Sequence[int]) -> None:
+        """Drop the state of these samples: they are cold in this step."""
         for channel in self.coded.values():
-            channel.state.stores["h"].load(ids)
+            for key in ids:
+                channel.state.forget(key)
 
     def close(self) -> None:
         """Forget everything; files of stores are removed."""
@@ -225,6 +268,7 @@ class Lane:
     # --- checkpoints
 
     def state_dict(self, stores: bool) -> dict[str, Tensor]:
+        """State of all channels and of the trial; with `stores` the mirrors of samples too."""
         out = self.trial.state_dict() if self.trial is not None else {}
         for name, channel in self.channels():
             state = channel.state_dict(stores)
@@ -232,12 +276,20 @@ class Lane:
         return out
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over a `state_dict()` of the same lane; channels that are not in it stay as they are."""
         if self.trial is not None and "trial" in state:
             self.trial.load_state_dict(state)
             self._change_memory(self.trial.memory)
         kinds = {name.partition("/")[0] for name in state if name.startswith(("coded", "exact"))}
         for kind in kinds:
             index = int(kind.removeprefix("coded").removeprefix("exact"))
-            channel = self._channel(Part(0, None, kind.startswith("coded")), index)
+            channel = self._channel(index, coded=kind.startswith("coded"))
             prefix = f"{kind}/"
             channel.load_state_dict({n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)})
+
+
+def is_refusal(frame: Tensor, dtype: torch.dtype) -> bool:
+    """Is this a refusal, where a tensor of `dtype` was expected? Integers are sent without a frame: never."""
+    if not dtype.is_floating_point or frame.device.type != "cpu" or int(frame[0]) != REFUSED:
+        return False
+    return bool((frame == REFUSED).all())

@@ -10,8 +10,8 @@ is common to the micro-batches of a step, lazy error is better where
     ν(1 − s) < 1,   that is   s > 1 − 1/ν.
 
 s belongs to the errors as much as to the activations, to the number of tokens and of micro-batches, and it falls as
-training goes on (docs/pipeline.md): activations alone do not tell it. So both are tried in the shadow of what is sent:
-every message of a few steps is also encoded without and with a residual, for nobody, and the errors of Σ aᵀĝ over a
+training goes on (docs/pipeline.md): activations alone do not tell it. So both are tried beside what is sent:
+every message of a few steps is also encoded without and with a residual, but not sent, and the errors of Σ aᵀĝ over a
 step are compared, with the boundary's own activations a for x. The better one is used from then on, until the next
 trial at AGAIN times as many steps.
 """
@@ -19,6 +19,7 @@ trial at AGAIN times as many steps.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -40,10 +41,16 @@ SHADOWS = {
 
 
 class Trial:
-    """One boundary's, at the sending end. `lazy` is the last decision: no residual before the first."""
+    """The trials of one boundary, at its sending end. `lazy` is the last decision; False before the first.
+
+    name: the lane's. codec: its link's. seed: the run's.
+    """
 
     def __init__(self, name: str, codec: Codec, seed: int) -> None:
-        self.name, self.step, self.began, self.lazy = name, 0, 0, False
+        self.name = name
+        self.step = 0
+        self.began = 0  # the step at which the last trial began, or the next will begin
+        self.lazy = False
         self.sums = dict.fromkeys(SHADOWS, 0.0)  # Σ over steps of ‖Σ aᵀ(ĝ − g)‖²
         self._codec, self._seed = codec, seed
         self._shadows: dict[str, Channel] = {}
@@ -57,42 +64,49 @@ class Trial:
 
     @property
     def memory(self) -> Memory:
+        """What the last decision asks for."""
         return ErrorFeedback() if self.lazy else Plain()
 
     @property
     def ratio(self) -> float:
-        """Of the last trial: the gradients' error energy with a residual over that without."""
+        """The gradients' error energy with a residual over that without, in the last trial."""
         return self.sums["lazy"] / self.sums["plain"] if self.sums["plain"] else 1.0
 
     def begin(self, step: int) -> None:
+        """Open step number `step` of the pipeline."""
         if self.step == self.began:
-            self._shadows, self.sums = {kind: self._shadow(kind) for kind in SHADOWS}, dict.fromkeys(SHADOWS, 0.0)
+            self._shadows = {kind: self._shadow(kind) for kind in SHADOWS}
+            self.sums = dict.fromkeys(SHADOWS, 0.0)
         for shadow in self._shadows.values():
             shadow.begin(step)
 
     def note_activation(self, microbatch: int, index: int, a: Tensor) -> None:
-        """a: float[rows, …, width], the activation whose gradient will be sent back."""
+        """a: float[rows, …, width], the activation whose gradient will be sent as tensor `index` of a micro-batch."""
         if self.on:
             self._seen[microbatch, index] = _sketch(a.detach())
+
+    def note_activations(self, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        """All inputs of a stage for one micro-batch; those that are not floating point have no gradient."""
+        for index, a in enumerate(x for x in tensors if x.is_floating_point()):
+            self.note_activation(microbatch, index, a)
 
     def note_message(self, microbatch: int, index: int, g: Tensor) -> None:
         """g: float[rows, …, width], which is being sent. In the shadows ĝ − g = residual before − after."""
         a = self._seen.pop((microbatch, index), None)
-        if a is not None and a.is_cuda:
-            a.record_stream(
-                torch.cuda.current_stream(a.device)
-            )  # made by the computation's stream, used by the transport's
+        if a is not None and a.is_cuda:  # made on the computation's stream, used on the transport's
+            a.record_stream(torch.cuda.current_stream(a.device))
         for kind, shadow in self._shadows.items():
             before = shadow.state.read("e", str(index))
             shadow.send(str(index), g, nonfinite="later")
             after = shadow.state.read("e", str(index))
             if a is not None and after is not None and after.shape == g.shape:
                 left = after if before is None or before.shape != g.shape else after - before
-                error, so_far = a.T @ _matrix(left), self._errors.get((kind, index))
+                error = a.T @ _matrix(left)
+                so_far = self._errors.get((kind, index))
                 self._errors[kind, index] = error if so_far is None else so_far + error
 
     def end_step(self, keep: bool) -> None:
-        """A step that is rolled back does not count."""
+        """Close the step; one that is rolled back (not `keep`) does not count."""
         for shadow in self._shadows.values():
             shadow.resolve_checks()
             if keep:
@@ -106,10 +120,13 @@ class Trial:
             self.step += 1
             if self.step == self.began + 2 * STEPS:
                 self._decide()
-        self._seen, self._errors = {}, {}
+        self._seen = {}
+        self._errors = {}
 
     def _decide(self) -> None:
-        self.lazy, self.began, self._shadows = self.ratio < 1, AGAIN * self.step, {}
+        self.lazy = self.ratio < 1
+        self.began = AGAIN * self.step
+        self._shadows = {}
         logger.info("%s: error energy with lazy error %.2f times that without: %s until step %d", self.name, self.ratio,
                     "on" if self.lazy else "off", self.began)  # fmt: skip
 
@@ -117,6 +134,7 @@ class Trial:
         return Channel(self._codec, SHADOWS[kind], seed=self._seed, name=f"{kind} {self.name}", measure_every=0)
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Decision, sums, and the state of a trial under way."""
         values = [self.step, self.began, self.lazy, *self.sums.values()]
         out = {"trial": torch.tensor([float(value) for value in values], dtype=torch.float64)}
         for kind, shadow in self._shadows.items():
@@ -124,15 +142,19 @@ class Trial:
         return out
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over a `state_dict()`."""
         step, began, lazy, *sums = state["trial"].tolist()
-        self.step, self.began, self.lazy, self.sums = int(step), int(began), bool(lazy), dict(zip(SHADOWS, sums))
+        self.step = int(step)
+        self.began = int(began)
+        self.lazy = bool(lazy)
+        self.sums = dict(zip(SHADOWS, sums))
         self._shadows = {}
         for kind in SHADOWS:
-            mark = f"trial/{kind}/"
-            mine = {name.removeprefix(mark): value for name, value in state.items() if name.startswith(mark)}
-            if mine:
+            prefix = f"trial/{kind}/"
+            saved = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            if saved:
                 self._shadows[kind] = self._shadow(kind)
-                self._shadows[kind].load_state_dict(mine)
+                self._shadows[kind].load_state_dict(saved)
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Which messages of a boundary are compressed: one predicate of (sending stage, micro-batch), equal at both ends.
 
 always · epilogue: Optimus-CC's backward sends m ≥ M − (S − s) · critical: those the simulated step waits for
-(planner/critical.py) · or the user's function. Neighbours compare its values before the first step.
+(planner/critical.py) · or the user's function. Neighbouring stages compare its values before the first step.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from thinwire.planner.schedule import generate
 from thinwire.planner.step import Hop, Send, Step, Traffic, Work
 
 Predicate = Callable[[int, int], bool]
-FORWARD_SECONDS, BACKWARD_SECONDS = 1.0, 2.0  # of one stage and micro-batch, in units of a forward
-RATIO = 8.0  # what a compressed message is shorter by
+FORWARD_SECONDS = 1.0  # of one stage and micro-batch: the unit of time here
+BACKWARD_SECONDS = 2.0
+RATIO = 8.0  # a plain message's size over a compressed one's
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What "critical" is computed from: the schedule's name, and a plain message's time in units of a stage's forward.
+    """What when = "critical" is computed from.
 
-    `sends` given (by thinwire plan, or the simulator on measured times) goes before that.
+    schedule: its name (planner/schedule.py); needed unless `sends` is given.
+    hop: the time of a plain message, in units of a stage's forward.
+    sends: the critical messages themselves, as `thinwire plan` or the simulator on measured times finds them.
     """
 
     schedule: str | None = None
@@ -32,15 +35,37 @@ class Plan:
     sends: frozenset[Send] | None = None
 
     def __str__(self) -> str:
-        """Equal for equal plans in every process: a set's own order is not."""
+        """Equal for equal plans in every process: so the set is sorted."""
         sends = None if self.sends is None else [f"{t} {s}/{m}" for t, s, m in sorted(self.sends)]
         return f"schedule {self.schedule}, hop {self.hop}, sends {sends}"
+
+
+@dataclass(frozen=True)
+class MessageChoice:
+    """Which messages of one direction are compressed, for any number of micro-batches.
+
+    when: "always", "epilogue", "critical", or the user's function (sending stage, micro-batch) → bool.
+    traffic: the direction.
+    plan: for "critical".
+    ranks: of the pipeline.
+    stages: of the pipeline.
+    """
+
+    when: str | Predicate
+    traffic: Traffic
+    plan: Plan
+    ranks: int
+    stages: int
+
+    def predicate(self, microbatches: int) -> Predicate:
+        """(sending stage, micro-batch) → compress it?, for steps of that many micro-batches."""
+        return predicate(self.when, self.traffic, self.plan, self.ranks, self.stages, microbatches)
 
 
 def predicate(
     when: str | Predicate, traffic: Traffic, plan: Plan, ranks: int, stages: int, microbatches: int
 ) -> Predicate:
-    """(sending stage, micro-batch) → compress it?"""
+    """(sending stage, micro-batch) → compress it? Arguments as of MessageChoice."""
     if callable(when):
         return when
     if when == "always":
@@ -60,7 +85,10 @@ def predicate(
 
 @cache
 def critical_sends(schedule: str, ranks: int, microbatches: int, virtual: int, hop: float) -> frozenset[Send]:
-    """The set from slack, for even stages and messages of `hop` forwards each."""
+    """The critical messages of a schedule, by their slack, for equal stages.
+
+    schedule: its name. ranks: of the pipeline. microbatches: per step. virtual: stages per rank. hop: as in Plan.
+    """
     listed = generate(schedule, ranks, microbatches, virtual)
     work = Work.even(listed.stages, FORWARD_SECONDS, BACKWARD_SECONDS)
     plain = Step(listed, work, lambda send: Hop(wire=hop))

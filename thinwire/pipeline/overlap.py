@@ -1,20 +1,20 @@
-"""Frames beside the computation: every boundary and direction has a group of its own, and nobody waits to have sent.
+"""Overlap: frames travel while the stages compute. A transport carries one boundary in one direction, in its own group.
 
-Torch's 1F1B waits for a rank's sends and receives before it computes on, all on one group: a slow link and the
-computation take turns, and so do the two directions. Here a frame is on its way as soon as it is encoded, receives are
-posted a micro-batch ahead, and only the decoding of a frame waits for that frame. The schedule's order of computation
-stays its own; it must ask for micro-batches in ascending order, as GPipe and 1F1B do.
+Torch's 1F1B waits for a rank's sends and receives before it goes on computing, all on one group: a slow link and the
+computation take turns, and so do the two directions. Here a frame is sent as soon as it is encoded, receives are
+posted one micro-batch ahead, and only the decoding of a frame waits for that frame. The order of computation stays the
+schedule's; it must ask for micro-batches in ascending order, as GPipe and 1F1B do.
 
-On a card every transport has a stream, where its codecs run: a frame is decoded when it arrives, not when the
-computation comes to it, and the computation goes on while its last result is encoded. A receive there is a kernel that
-spins until its frame is there, and things that happen once (loading a kernel, a group's first message) wait for all
-kernels. So groups are tried when they are made, and no receive is posted that needs more of this rank than what it has
-enqueued before: under GPipe and 1F1B the next micro-batch's never does.
+On a GPU every transport has a stream, where its codecs run. A frame is decoded when it arrives, not when the
+computation needs it, and the computation goes on while its last result is encoded. A receive there is a kernel that
+spins until its frame arrives, and one-time work (loading a kernel, a group's first message) waits for all kernels. So
+every group exchanges a byte when it is made, and no receive is posted that depends on work which this rank has not
+enqueued yet: under GPipe and 1F1B the next micro-batch's never does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,35 +25,41 @@ from torch import Tensor
 
 from thinwire.collectives.groups import subgroup, whole, world
 from thinwire.errors import UsageError
+from thinwire.pipeline.lane import DIRECTIONS
+from thinwire.torch_private.pipelining import only_stage, pretend_stages
 
-AHEAD = 2  # micro-batches whose frames are waited for at a time: the one asked for, and the next
-WAYS = ("forward", "backward")
+AHEAD = 2  # micro-batches whose receives are posted at a time: the one asked for, and the next
 
 
 @dataclass
 class Transport:
-    """One boundary in one direction, as one of its ends sees it."""
+    """One boundary in one direction, at one of its ends.
 
-    group: Any
-    peer: int  # 0 or 1, its rank in the group
-    stream: Any = None  # on a card: where codecs run and receives are posted, so that they wait for no computation
+    group: of the two ends.
+    peer: the other end's rank in the group, 0 or 1.
+    stream: on a GPU: where codecs run and receives are posted, so that they wait for no computation.
+    """
+
+    group: dist.ProcessGroup | None
+    peer: int
+    stream: torch.cuda.Stream | None = None
     sent: list[dist.Work] = field(default_factory=list)
     posted: dict[int, tuple[list[Tensor], list[dist.Work]]] = field(default_factory=dict)
     next: int = 0  # the micro-batch to post
-    given: Sequence[Tensor] = ()  # the computation's memory, which the transport's stream reads
-    _there: Any = None  # an event of each stream, for the other to wait for
-    _here: Any = None
+    given: Sequence[Tensor] = ()  # tensors of the computation that the transport's stream reads
+    _transport_done: torch.cuda.Event | None = None  # recorded on the transport's stream, for the computation's
+    _compute_done: torch.cuda.Event | None = None  # recorded on the computation's stream, for the transport's
 
     def begin(self) -> None:
-        """The step's start: memories may have been changed by the computation's stream."""
+        """At step start: let the transport's stream wait for the computation's, which may have changed memories."""
         if self.stream is not None:
-            self._here = self._here or torch.cuda.Event()
-            self._here.record(torch.cuda.current_stream(self.stream.device))
-            self.stream.wait_event(self._here)
+            self._compute_done = self._compute_done or torch.cuda.Event()
+            self._compute_done.record(torch.cuda.current_stream(self.stream.device))
+            self.stream.wait_event(self._compute_done)
 
     @contextmanager
     def on_stream(self, given: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Work on this stream: it waits for `given`, which the computation has made, and for nothing else."""
+        """Work on the transport's stream; it waits for `given`, tensors of the computation, and for nothing else."""
         if self.stream is None:
             yield
             return
@@ -65,28 +71,29 @@ class Transport:
             yield
 
     def release(self) -> None:
-        """Of what was given before: the computation may write over it once the transport's stream has read it. (Where
-        torch keeps account of that, `record_stream`, it asks the card at every allocation.)"""
+        """Let the computation wait until the tensors given before have been read; then it may overwrite them. (torch's
+        own way, `record_stream`, queries the GPU at every allocation.)"""
         if self.given:
             self.deliver([])
             self.given = ()
 
     def deliver(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Work of the transport's stream to the computation, which waits for it."""
+        """Hand `tensors` made on the transport's stream to the computation, which waits for them."""
         if self.stream is not None:
-            here = torch.cuda.current_stream(self.stream.device)
-            self._there = self._there or torch.cuda.Event()
-            self._there.record(self.stream)
-            here.wait_event(self._there)
+            compute = torch.cuda.current_stream(self.stream.device)
+            self._transport_done = self._transport_done or torch.cuda.Event()
+            self._transport_done.record(self.stream)
+            compute.wait_event(self._transport_done)
             for x in tensors:
-                x.record_stream(here)
+                x.record_stream(compute)
         return tensors
 
     def send(self, frames: list[Tensor]) -> None:
+        """Start sending the `frames` of a micro-batch."""
         self.sent += self._start(dist.isend, frames)
 
     def post(self, chunk: int, frames: list[Tensor]) -> None:
-        """Buffers that the frames of a micro-batch will arrive in."""
+        """Start receiving micro-batch `chunk` into these buffers, one per frame."""
         if chunk != self.next:
             raise UsageError(
                 f"overlap: this schedule asks for micro-batch {chunk} where {self.next} comes next: use overlap=False"
@@ -96,7 +103,8 @@ class Transport:
 
     @contextmanager
     def arrived(self, chunk: int) -> Iterator[None]:
-        """Beside, where the frames of a micro-batch are there (on a card: that stream waits, the host does not)."""
+        """Work on the transport's stream after the frames of micro-batch `chunk` have arrived; on a GPU the stream
+        waits for them, not the host."""
         _, works = self.posted.pop(chunk)
         with self.on_stream():
             for work in works:
@@ -104,8 +112,10 @@ class Transport:
             yield
 
     def finish(self) -> None:
-        """The step's end: everything has been sent."""
-        sent, self.sent, self.next = self.sent, [], 0
+        """At the end of a step: wait until everything has been sent."""
+        sent = self.sent
+        self.sent = []
+        self.next = 0
         for work in sent:
             work.wait()
         self.deliver([])
@@ -113,44 +123,46 @@ class Transport:
         if self.posted:
             raise RuntimeError(f"frames of micro-batches {sorted(self.posted)} were expected and never asked for")
 
-    def _start(self, operation: Any, frames: list[Tensor]) -> list[dist.Work]:
+    def _start(self, operation: Callable[..., Any], frames: list[Tensor]) -> list[dist.Work]:
         operations = [dist.P2POp(operation, frame, group=self.group, group_peer=self.peer) for frame in frames]
         return dist.batch_isend_irecv(operations) if operations else []
 
 
 def make_transports(
-    stage: int, place: dict[int, int], group: Any, device: torch.device
+    stage: int, rank_of: Mapping[int, int], group: dist.ProcessGroup | None, device: torch.device
 ) -> dict[tuple[str, str], Transport]:
-    """(way, "in" or "out") → transport, of the only stage of this rank; called by all ranks of the pipeline together.
+    """(direction, "in" or "out") → transport, of the only stage of this rank. All ranks call it together.
 
     Every rank makes as many groups as the others, in the same order: of a boundary, or of itself alone.
+
+    stage: this rank's. rank_of: stage → rank in the group. group: the ranks of the pipeline. device: this rank's.
     """
     size, rank = world(group)
-    if sorted(place.values()) != list(range(size)):
-        raise UsageError("overlap needs one stage a rank (GPipe or 1F1B): use overlap=False")
+    if sorted(rank_of.values()) != list(range(size)):
+        raise UsageError("overlap needs one stage per rank (GPipe or 1F1B): use overlap=False")
     transports: dict[tuple[str, str], Transport] = {}
-    for parity in (0, 1):
-        for way in WAYS:
+    for parity in (0, 1):  # boundaries that begin at even stages, then those at odd ones: no stage is in two at once
+        for direction in DIRECTIONS:
             left = stage if stage % 2 == parity else stage - 1
-            if left < 0 or left + 1 not in place:
+            if left < 0 or left + 1 not in rank_of:
                 subgroup([rank], whole(group))
                 continue
-            made = subgroup([place[left], place[left + 1]], whole(group), _one_block(device))
-            outwards = (way == "forward") == (left == stage)
-            peer = place[left + 1] if left == stage else place[left]
+            pair = subgroup([rank_of[left], rank_of[left + 1]], whole(group), _one_block(device))
+            is_out = (direction == "forward") == (left == stage)
+            peer = rank_of[left + 1] if left == stage else rank_of[left]
             ranks = dist.get_process_group_ranks(whole(group))
             stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-            transport = Transport(made, dist.get_group_rank(made, ranks[peer]), stream)
+            transport = Transport(pair, dist.get_group_rank(pair, ranks[peer]), stream)
             byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
-            for work in transport._start(dist.isend if outwards else dist.irecv, byte):
+            for work in transport._start(dist.isend if is_out else dist.irecv, byte):
                 work.wait()
-            transports[way, "out" if outwards else "in"] = transport
+            transports[direction, "out" if is_out else "in"] = transport
     return transports
 
 
 def _one_block(device: torch.device) -> Any:
-    """Options of a transport's group. On a card a message is a kernel that waits for most of its life: of one block, so
-    that the computation has the other processors."""
+    """Options of a transport's group. On a GPU a message is a kernel that mostly waits: it gets one block, so that the
+    computation has the other processors."""
     if device.type != "cuda":
         return None
     options = dist.ProcessGroupNCCL.Options()
@@ -159,14 +171,17 @@ def _one_block(device: torch.device) -> Any:
 
 
 def run_ahead(schedule: Any, depth: int = 2) -> None:
-    """Let torch's 1F1B begin more micro-batches before the first backward, so that transfers have time to hide.
+    """Let torch's 1F1B begin more micro-batches before the first backward, so that transfers overlap with computation.
+
+    schedule: a Schedule1F1B. depth: 1 is torch's own, see below.
 
     Stage s has w_s micro-batches in flight. For the gradient of one to be back when its turn comes, a cycle must last
-    T ≥ (f + b + τ_f + τ_b) / (w_s − w_{s+1}): forward, backward and both transfers. Torch's w_s = S − s makes them take
-    turns; w_s = depth·(S − 1 − s) + 1 with depth 2 hides whichever is shorter, for as many more activations kept. Where
-    they are about equal a depth of 3 is 3 % faster, since the two directions share a link (docs/gpu.md).
+    T ≥ (f + b + τ_f + τ_b) / (w_s − w_{s+1}): forward, backward and both transfers. With torch's w_s = S − s
+    computation and transfers take turns; w_s = depth·(S − 1 − s) + 1 with depth 2 hides whichever is shorter, and keeps
+    twice the activations. Where they are about equal, depth 3 is 3 % faster, since the two directions share a link
+    (docs/gpu.md).
     """
-    if depth < 1 or not hasattr(schedule, "_stage"):
+    stage = only_stage(schedule)
+    if depth < 1 or stage is None:
         raise UsageError(f"run_ahead takes a 1F1B schedule of one stage and a depth from 1, not {schedule}, {depth}")
-    stage = schedule._stage
-    schedule._num_stages = stage.stage_index + depth * (stage.num_stages - 1 - stage.stage_index) + 1
+    pretend_stages(schedule, stage.stage_index + depth * (stage.num_stages - 1 - stage.stage_index) + 1)

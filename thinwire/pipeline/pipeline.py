@@ -1,13 +1,13 @@
-"""The stages of one rank as one adapter: they meet their neighbours once, and bracket every step together.
+"""Pipeline: the stages of one rank as one adapter. It checks once that all ranks fit, and brackets every step.
 
     pipe = tw.parallel.Pipeline(stages)
     with pipe.step(ids=ids):                 # ids on the first stage's rank; elsewhere they may be left out
         schedule.step(x, target=y)
     if pipe.skipped: …
 
-A step: announce (announce.py, and shapes.py for batches unlike the first) · begin on every lane · torch's schedule,
-whose frames the lanes make and read · one all-reduce of the faults found · commit everywhere, or roll back everywhere.
-Checkpoints: saved.py.
+A step: the first stage's rank announces it (announce.py; shapes.py for batches of another shape) · every stage plans it
+and opens its lanes (planned_stage.py) · both ends compare mirrors (mirror_check.py) · torch's schedule runs, whose
+messages are frames (framed_stage.py) · one all-reduce counts the faults · all ranks commit, or all roll back.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.groups import world
+from thinwire.distributed.summary import Summary
 from thinwire.errors import UsageError
-from thinwire.memory.store import Key
-from thinwire.pipeline.announce import Announcement, Ids, Pair, announcement, swap_words
+from thinwire.pipeline.announce import Announcement, Ids, announcement
 from thinwire.pipeline.checkpoint import own_part, restore, state_of
 from thinwire.pipeline.counters import Counters, store_estimate, store_forecast
 from thinwire.pipeline.framed_stage import FramedStage
 from thinwire.pipeline.handshake import Handshake, shake_hands
 from thinwire.pipeline.lane import Lane
 from thinwire.pipeline.message_choice import Plan
-from thinwire.pipeline.overlap import Transport, make_transports
+from thinwire.pipeline.mirror_check import compare_mirrors
+from thinwire.pipeline.overlap import make_transports
 from thinwire.pipeline.precompile import precompile_messages
 from thinwire.pipeline.prefetch import Prefetch
-from thinwire.pipeline.shapes import Shapes
+from thinwire.pipeline.shapes import Shapes, Spec
 
 logger = logging.getLogger("thinwire.pipeline")
 
@@ -43,14 +44,18 @@ EVALUATE = ("exact", "same")  # how activations travel in step(train=False)
 
 
 class Pipeline:
-    """All CompressedStages of this rank, in any order.
+    """All CompressedStages of this rank.
 
-    `nonfinite`: gradients after a step that was rolled back. `evaluate`: uncompressed, or on the path of training;
-    memory is left alone either way. `plan`: for when="critical". `scale` gives the loss scale of the step, so that
-    residuals are kept in the gradient's own unit. `samples` in the data set: for the estimate of the stores' size,
-    which goes through `say`: before the first step if `row`, the shape of one sample's activation, is given (a disk
-    without room for it is then an error), else after it. With `row` kernels are compiled here, without it in the steps
-    that first need them. `overlap`: frames travel beside the computation (overlap.py).
+    stages: in any order.
+    nonfinite: what gradients are after a step that was rolled back: "nan" or "zero".
+    evaluate: how activations travel in evaluation: "exact", or "same" as in training; memory is left alone either way.
+    plan: for when = "critical".
+    scale: gives the loss scale of the step, so that residuals are kept in the gradient's own unit.
+    samples: in the data set; for the estimate of the stores' size.
+    row: the shape of one sample's activation. With it the estimate is made before the first step (a disk without room
+    for the stores is then an error), and kernels are compiled here; without it after the first step, and when needed.
+    say: takes the lines about stores and kernels.
+    overlap: frames travel while the stages compute (overlap.py).
     """
 
     def __init__(
@@ -64,86 +69,112 @@ class Pipeline:
         if not stages or not all(isinstance(stage, FramedStage) for stage in stages):
             raise UsageError(f"a Pipeline takes the CompressedStages of this rank, at least one, not {stages!r:.80}")
         self.stages = sorted(stages, key=lambda stage: stage.stage_index)
-        self.group, self.device = stages[0].group, torch.device(stages[0].device)
-        self.nonfinite, self.evaluate, self.plan = nonfinite, evaluate, plan or Plan()
-        self.scale, self.say, self.overlap = scale or (lambda: 1.0), say, overlap
-        self.samples, self.row = samples, None if row is None else tuple(row)
+        self.group: dist.ProcessGroup | None = stages[0].group
+        self.device = torch.device(stages[0].device)
+        self.nonfinite = nonfinite
+        self.evaluate = evaluate
+        self.plan = plan or Plan()
+        self.scale = scale or (lambda: 1.0)
+        self.samples = samples
+        self.row = None if row is None else tuple(row)
+        self.say = say
+        self.overlap = overlap
         self.handshake: Handshake | None = None
-        self.announced: Announcement | None = None
+        self.announced: Announcement | None = None  # the open step
         self.skipped = False
-        self.steps, self.skips, self.healed = 0, 0, 0
+        self.steps = 0
+        self.skips = 0
+        self.healed = 0
+        self._resumed = 0  # of the steps, those that a loaded state had made
         self._scale = 1.0
-        self._loaded: int | None = None  # warm visits when state was loaded, until samples are met again
-        self._shapes = Shapes()
-        self._prefetch, self._met = Prefetch(), False
+        self._shapes: Shapes | None = None
+        self._prefetch = Prefetch()
+        self._warm_when_loaded: int | None = None  # warm visits when state was loaded, until samples are found again
+        self._found_mirrors = False  # of any sample of this step
         for stage in self.stages:
-            stage.pipeline = self
+            stage.owner = self
         if self.row is not None:
             precompile_messages(self.stages[0].wire, self.stages[0].submod, self.row, say)
 
-    # --- the bracket
+    # --- a step
 
     @contextmanager
     def step(
         self, ids: Ids | None = None, train: bool = True, *, shape: Sequence[int] | None = None,
         next_ids: Ids | None = None,
     ) -> Iterator[Pipeline]:  # fmt: skip
-        """One schedule.step, or with train=False one schedule.eval.
+        """Bracket one schedule.step, or with train=False one schedule.eval. All ranks of the pipeline call it together.
 
-        `ids`: one a row of the batch, on the first stage's rank. `shape`: x.shape, there too, whenever it differs from
-        the step before. `next_ids`: the next batch's, to be read from a file store during backward.
+        train: equal on all ranks; False: evaluate, and memory is left alone. The others are needed on the first stage's
+        rank only.
+        ids: one per row of the batch.
+        shape: x.shape, whenever it differs from the step before.
+        next_ids: the next batch's, to be read from a file store during backward.
         """
         self._open(ids, train, shape, next_ids)
         try:
             yield self
         except BaseException:
-            for stage in self.stages:
-                stage.early.known = {}  # what was expected need not be true
-            self._end(keep=False, count=False)
+            self._end(keep=False, count=False, failed=True)
             raise
         self._close()
 
     def _open(self, ids: Ids | None, train: bool, shape: Sequence[int] | None, next_ids: Ids | None) -> None:
         if self.announced is not None:
-            raise UsageError("a step of this pipeline is open already: one bracket a schedule.step")
-        handshake, mine, coded = self._handshake(), None, train or self.evaluate == "same"
+            raise UsageError("a step of this pipeline is open already: one bracket per schedule.step")
+        handshake = self._handshake()
+        coded = train or self.evaluate == "same"
+        own = None
         if self.stages[0].is_first:
-            mine = announcement(self.steps + 1, train, ids, shape, next_ids, handshake.per_sample if coded else "")
-        said = handshake.announcer.announce(mine)
-        self.steps, self.skipped = said.step, False
-        self._shapes.match(said, self.stages, handshake.place, self.group)
-        self.announced = said
+            own = announcement(self.steps + 1, train, ids, shape, next_ids, handshake.per_sample if coded else "")
+        announced = handshake.announcer.announce(own)
+        self.steps = announced.step
+        self.skipped = False
+        new_inputs = None if announced.shape is None else self._new_inputs(announced.shape)
+        self.announced = announced
         for stage in self.stages:
-            stage.announced, stage.coded = said, coded
-        for lane in self.lanes():
-            lane.begin(said.step)
-        self._rescale(train)
-        if coded and said.ids is not None:
-            self._agree(said.ids, handshake)
-        for transport in self._transports():
-            transport.begin()
-        if train:
-            for stage in self.stages:
-                stage.post_receives()
+            stage.begin_step(announced, coded, None if new_inputs is None else new_inputs[stage.stage_index])
+        scale = self.scale() if train else self._scale
+        if scale != self._scale:
+            self._rescale(scale)
+        if coded and announced.ids is not None:
+            check = compare_mirrors(handshake.sample_lanes, announced.ids, self.group, self.device)
+            self._found_mirrors = check.found
+            self.healed += check.differing
+        for stage in self.stages:
+            stage.start_messages()
 
     def _handshake(self) -> Handshake:
         """The first time, all ranks of the pipeline together."""
         if self.handshake is None:
             found = shake_hands(self.stages, self.group, self._options(), self.plan)
+            transports = None
             if self.overlap and world(self.group)[0] > 1:
-                self.stages[0].transports = make_transports(
-                    self.stages[0].stage_index, found.place, self.group, self.device
-                )
+                transports = make_transports(self.stages[0].stage_index, found.rank_of, self.group, self.device)
+            for stage in self.stages:
+                stage.connect(found.connections[stage.stage_index], transports)
+            modules = {stage.stage_index: stage.submod for stage in self.stages}
+            self._shapes = Shapes(modules, found.rank_of, self.group, self.device)
             self.handshake = found
-            for line in () if self.row is None else store_forecast(self.lanes(), self.samples, self.row):
-                self.say(line)
+            if self.row is not None:
+                for line in store_forecast(self.lanes(), self.samples, self.row):
+                    self.say(line)
         return self.handshake
 
+    def _new_inputs(self, shape: tuple[int, ...]) -> list[list[Spec]] | None:
+        """The inputs of every stage in this step, where their rows are of another shape than in the last."""
+        assert self._shapes is not None
+        seen = next(iter(self.stages[0].batch_inputs.values()), None) if self.stages[0].is_first else []
+        dtypes = [torch.float32] if seen is None else [dtype for _, dtype in seen]
+        first = not any(stage.microbatches for stage in self.stages)
+        return self._shapes.changed(shape, first, dtypes)
+
     def _close(self) -> None:
-        said = self.announced
-        assert said is not None
-        for transport in self._transports():
-            transport.finish()
+        announced = self.announced
+        assert announced is not None
+        for stage in self.stages:
+            for transport in stage.transports.values():
+                transport.finish()
         for lane in self.lanes():
             lane.resolve_checks()
         faults = [fault for lane in self.lanes() for fault in lane.faults]
@@ -152,13 +183,14 @@ class Pipeline:
             dist.all_reduce(count, group=self.group)
         self.skipped = bool(count)
         for fault in faults[:3]:
-            logger.warning("step %d is rolled back: %s", said.step, fault)
-        self._end(keep=said.train and not self.skipped, count=self.skipped)
-        if self.skipped and said.train:
+            logger.warning("step %d is rolled back: %s", announced.step, fault)
+        self._end(keep=announced.train and not self.skipped, count=self.skipped, failed=False)
+        if self.skipped and announced.train:
             self.skips += 1
             self._spoil_gradients()
 
-    def _end(self, keep: bool, count: bool) -> None:
+    def _end(self, keep: bool, count: bool, failed: bool) -> None:
+        """Commit or roll back on this rank; `count` and `failed` as of Lane.end_step and PlannedStage.end_step."""
         self._prefetch.join()
         try:
             for lane in self.lanes():
@@ -166,8 +198,7 @@ class Pipeline:
         finally:  # a store that cannot be written (a full disk) is the error to show, not that a step is open
             self.announced = None
             for stage in self.stages:
-                stage.announced = None
-                stage.early.drop()
+                stage.end_step(failed)
         if keep:
             self._estimate()
             self._warn_of_shape()
@@ -178,53 +209,50 @@ class Pipeline:
                 if parameter.grad is not None:
                     parameter.grad.fill_(torch.nan if self.nonfinite == "nan" else 0.0)
 
-    def _rescale(self, train: bool) -> None:
-        scale = self.scale() if train else self._scale
-        if scale != self._scale:
-            for stage in self.stages:
-                if stage.lanes.backward_out is not None:
-                    stage.lanes.backward_out.rescale(scale / self._scale)
-            self._scale = scale
+    def _rescale(self, scale: float) -> None:
+        """The loss scale has changed: residuals of gradients are in another unit from now on."""
+        for stage in self.stages:
+            gradient_lane = stage.lanes.outgoing.get("backward")
+            if gradient_lane is not None:
+                gradient_lane.rescale(scale / self._scale)
+        self._scale = scale
 
-    # --- samples
+    # --- what stages call (planned_stage.Owner)
 
-    def _agree(self, ids: tuple[int, ...], handshake: Handshake) -> None:
-        """Digests over every boundary with per-sample memory; what differs is cold in this step."""
-        lanes = [(lane, peer) for lane, peer in handshake.remote if lane.per_sample]
-        for lane, _ in lanes:
-            lane.load(ids)
-        pairs = [Pair(peer, lane.digests(ids)) for lane, peer in lanes]
-        self._met = any(bool((pair.mine >= 0).any()) for pair in pairs)
-        for (lane, _), pair, theirs in zip(lanes, pairs, swap_words(pairs, self.group, self.device)):
-            self.healed += lane.agree(ids, pair.mine, theirs)
-
-    def complain(self, wrong: str) -> None:
-        """Called by stages of all ranks: raise what the first one says is wrong with the batch."""
+    def raise_on_all_ranks(self, wrong: str) -> None:
+        """Called by stages of all ranks together: raise what the first stage's rank has found `wrong`."""
         assert self.handshake is not None
         self.handshake.announcer.announce(wrong)
 
     def backward_began(self) -> None:
-        """Called by stages: from here on the next batch may be read."""
+        """Called by a stage: from here on the next batch's mirrors may be read."""
         if self.announced is not None and self.announced.next_ids is not None:
-            following: tuple[Key, ...] = self.announced.next_ids
-            stores = [c.state.stores["h"] for lane in self.lanes() if lane.per_sample for c in lane.coded.values()]
-            self._prefetch.start(stores, following)
+            lanes = [lane for lane in self.lanes() if lane.per_sample]
+            stores = [channel.state.stores["h"] for lane in lanes for channel in lane.coded.values()]
+            self._prefetch.start(stores, self.announced.next_ids)
 
     # --- what is known of it
 
-    def _transports(self) -> list[Transport]:
-        return [transport for stage in self.stages for transport in stage.transports.values()]
-
     def lanes(self) -> list[Lane]:
+        """All lanes of this rank's stages."""
         return [lane for stage in self.stages for lane in stage.lanes.all()]
 
     @property
     def stats(self) -> Counters:
-        """Counters of this rank: bytes each way, visits, faults."""
+        """Counters of this rank: bytes in each direction, visits, faults."""
         return Counters.of(self.lanes(), self.steps, self.skips, self.healed)
 
+    def summary(self) -> Summary:
+        """What compression has saved on this rank so far; `print(pipe.summary())` is one line."""
+        stats = self.stats
+        sent = stats.forward_bytes + stats.backward_bytes
+        return Summary(stats.steps - self._resumed, sent, stats.raw_bytes, stats.skips)
+
     def _options(self) -> dict[str, str]:
-        return {name: str(getattr(self, name)) for name in ("nonfinite", "evaluate", "plan", "overlap")}
+        """What has to be equal on all ranks, in words."""
+        return {
+            "nonfinite": self.nonfinite, "evaluate": self.evaluate, "plan": str(self.plan), "overlap": str(self.overlap)
+        }  # fmt: skip
 
     def _estimate(self) -> None:
         """Once, after the first step: how large the stores will become, if nothing was known before it."""
@@ -233,29 +261,33 @@ class Pipeline:
                 self.say(line)
 
     def _warn_of_shape(self) -> None:
-        """Once after loading: this step met samples of the loaded stores, and none of them could be used."""
-        if self._loaded is not None and self._met:
-            if self.stats.warm == self._loaded:
+        """Once after loading: this step had samples of the loaded stores, and none of them could be used."""
+        if self._warm_when_loaded is not None and self._found_mirrors:
+            if self.stats.warm == self._warm_when_loaded:
                 warnings.warn("the loaded samples' memory is of another shape: samples start cold", stacklevel=4)
-            self._loaded = None
+            self._warm_when_loaded = None
 
     def close(self) -> None:
-        """Forget all memory; files of stores are removed."""
+        """Forget all memory; files of stores are removed, and what was saved is logged."""
         for lane in self.lanes():
             lane.close()
+        if self.steps > self._resumed:
+            logger.info("stage %s: %s", ", ".join(str(stage.stage_index) for stage in self.stages), self.summary())
 
     # --- checkpoints
 
     def state_dict(self, stores: bool = True) -> dict[str, Tensor]:
-        """This rank's state: residuals, factors, counters, and with `stores` what is remembered of samples."""
+        """This rank's state: residuals, factors, counters, and with `stores` the mirrors of samples."""
         return state_of(self.stages, self.steps, self._scale, stores)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """State of the same stages: this rank's of several, or whichever is the only one. What is missing starts
-        empty: samples cold, residuals zero."""
-        mine = own_part(state)
+        """Take over a `state` of the same stages: this rank's part of several, or the only part there is. What is
+        missing starts empty: samples cold, residuals zero."""
+        own = own_part(state)
         self._handshake()
-        self.steps, self._scale = restore(self.stages, mine)
-        self._loaded = self.stats.warm
+        made = self.steps - self._resumed
+        self.steps, self._scale = restore(self.stages, own)
+        self._resumed = self.steps - made
+        self._warm_when_loaded = self.stats.warm
         if self.steps and any(lane.per_sample and not lane.remembers() for lane in self.lanes()):
             warnings.warn("the loaded state has no samples' memory: every sample starts cold", stacklevel=2)

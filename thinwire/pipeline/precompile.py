@@ -1,4 +1,4 @@
-"""A pipeline's message on a few values, from one end to the other: see distributed/precompile.py."""
+"""Compile the kernels of a pipeline's messages before the first step, by sending small ones to oneself."""
 
 from __future__ import annotations
 
@@ -12,30 +12,37 @@ from torch import nn
 from thinwire.config.wire import Link, Wire
 from thinwire.distributed.precompile import STEPS, example_values, precompile
 from thinwire.memory import Memory
-from thinwire.pipeline.lane import Lane, Part
+from thinwire.pipeline.lane import Lane, Message
 
 SAMPLES = (0, 1)
 
 
 def precompile_messages(wire: Wire, module: nn.Module, row: Sequence[int], say: Callable[[str], None]) -> None:
-    """For a pipeline whose stage this module is; `row` is the shape of one sample's activation."""
+    """Compile what the messages of a stage need.
+
+    wire, module: the stage's. row: the shape of one sample's activation. say: takes a line about it.
+    """
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     calls = [partial(try_link, link, row, like.dtype) for link in (None, wire.forward, wire.backward)]
     precompile("the pipeline", calls, like, say)
 
 
 def try_link(link: Link | None, row: Sequence[int], dtype: torch.dtype) -> None:
-    """Messages of a link (None: exact), of samples never seen and of samples remembered."""
+    """Send messages of a `link` (None: exact) of samples never seen, and of samples remembered.
+
+    row, dtype: of one sample's activation.
+    """
     x = example_values((len(SAMPLES), *row), dtype)
     if link is not None and isinstance(link.memory, Memory):
         link = replace(link, memory=replace(link.memory, path=None, capacity=1.0, fixed=None))
-    sender, receiver = (Lane(link, "precompiled", end, 0) for end in ("send", "recv"))
-    part = Part(0, SAMPLES, True)
+    sender = Lane(link, "precompiled", "send", 0)
+    receiver = Lane(link, "precompiled", "recv", 0)
+    message = Message(0, SAMPLES, True)
     for step in range(STEPS):
         for lane in (sender, receiver):
             lane.begin(step)
             lane.digests(SAMPLES)
-        receiver.recv(part, 0, sender.send(part, 0, x), x.shape, x.dtype)
+        receiver.recv(message, 0, sender.send(message, 0, x), x.shape, x.dtype)
         for lane in (sender, receiver):
             lane.resolve_checks()
             lane.end_step(keep=True)

@@ -10,6 +10,8 @@ from thinwire.memory.store import Key, RamStore
 
 
 class Prefetch:
+    """One background read per step."""
+
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -28,9 +30,11 @@ class Prefetch:
             self._error = error
 
     def join(self) -> None:
+        """Wait for the read; an error in it is raised here."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error

@@ -1,7 +1,8 @@
-"""Batches whose rows are of another shape than those before: what every stage will get, found out once per shape.
+"""Shapes and dtypes of what enters and leaves the stages, also for batches of another shape than those before.
 
-torch looks at shapes in the first step and keeps them. Here the first stage announces the batch's shape, and along the
-pipeline every stage computes, on zeros, what would come out of it, and tells the others.
+torch looks at shapes in the first step and keeps them. Where a later batch has rows of another shape, the first stage
+announces it. Then every stage in turn computes, on zeros, what it would put out, and broadcasts its shapes. That is
+done once per shape of a row.
 """
 
 from __future__ import annotations
@@ -11,48 +12,75 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from thinwire.pipeline.announce import Announcement
-from thinwire.pipeline.framed_stage import FramedStage
-from thinwire.pipeline.tensor_specs import Spec, outputs_of
+from torch import Tensor, nn
 
 Shape = tuple[int, ...]
+Spec = tuple[Shape, torch.dtype]  # of one tensor
+
+
+def outputs_of(module: nn.Module, inputs: Sequence[Spec], device: torch.device) -> list[Spec]:
+    """What leaves a stage: its module is run on zeros, without touching its buffers or the random generators.
+
+    module: the stage's. inputs: what would enter it. device: the stage's.
+    """
+    zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in inputs]
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    devices = [device] if torch.device(device).type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        out = torch.func.functional_call(module, buffers, tuple(zeros))
+    tensors = out if isinstance(out, (tuple, list)) else (out,)
+    return [(tuple(x.shape), x.dtype) for x in tensors]
+
+
+def in_words(declared: Tensor | tuple[Tensor, ...] | None) -> tuple[str, ...] | None:
+    """Shapes and dtypes of the example tensors that a stage was declared with, as texts."""
+    if declared is None:
+        return None
+    tensors = (declared,) if isinstance(declared, Tensor) else declared
+    return tuple(f"{tuple(t.shape)} {t.dtype}" for t in tensors)
 
 
 class Shapes:
-    """Of one rank's pipeline: by the shape of a row of the batch, the specs of every stage's inputs."""
+    """Inputs of every stage, by the shape of a row of the batch.
 
-    def __init__(self) -> None:
+    modules: this rank's, by stage.
+    rank_of: stage → rank in the group, of all stages.
+    group: the ranks of the pipeline.
+    device: this rank's.
+    """
+
+    def __init__(
+        self, modules: Mapping[int, nn.Module], rank_of: Mapping[int, int], group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.modules = modules
+        self.rank_of = rank_of
+        self.group = group
+        self.device = device
         self.known: dict[Shape, list[list[Spec]]] = {}
-        self.last: Shape | None = None  # the row of the last batch whose shape was said
+        self.last: Shape | None = None  # the row of the last batch whose shape was announced
 
-    def match(self, said: Announcement, stages: Sequence[FramedStage], place: Mapping[int, int], group: Any) -> None:
-        """Tell this rank's stages what comes in this step, where it is not what torch has seen; `place`: stage → rank
-        in the group. All ranks of the pipeline call it together."""
-        for stage in stages:
-            stage.rows_in = None
-        if said.shape is None:
-            return
-        row, first = said.shape[1:], not any(stage.microbatches for stage in stages)
-        if row != self.last and not first:
-            if row not in self.known:
-                self.known[row] = infer(said.shape, stages, place, group)
-            for stage in stages:
-                stage.rows_in = self.known[row][stage.stage_index]
-        self.last = row
+    def changed(self, shape: Shape, first: bool, dtypes: Sequence[torch.dtype]) -> list[list[Spec]] | None:
+        """The inputs of every stage in this step, where they are not what torch has seen. All ranks call it together.
 
+        shape: of the batch, as announced. first: torch has seen no batch yet. dtypes: of the batch's tensors, on
+        the first stage's rank.
+        """
+        row = shape[1:]
+        was, self.last = self.last, row
+        if first or row == was:
+            return None
+        if row not in self.known:
+            self.known[row] = self._infer(row, dtypes)
+        return self.known[row]
 
-def infer(shape: Shape, stages: Sequence[FramedStage], place: Mapping[int, int], group: Any) -> list[list[Spec]]:
-    """Per stage the specs of its inputs, found along the pipeline: each owner computes, all hear."""
-    mine = {stage.stage_index: stage for stage in stages}
-    found: list[list[Spec]] = [[]]
-    if 0 in mine:
-        known = next(iter(mine[0].root_inputs.values()), [(shape, torch.float32)])
-        found = [[((1, *shape[1:]), dtype) for _, dtype in known]]
-    for index in range(stages[0].num_stages - 1):
-        told: list[Any] = [None]
-        if index in mine:
-            told = [outputs_of(mine[index].submod, found[index], mine[index].device)]
-        dist.broadcast_object_list(told, group=group, group_src=place[index])
-        found.append(told[0])
-    return found
+    def _infer(self, row: Shape, dtypes: Sequence[torch.dtype]) -> list[list[Spec]]:
+        """Per stage the specs of its inputs, for one row: every stage's outputs are the next one's inputs."""
+        inputs: list[list[Spec]] = [[((1, *row), dtype) for dtype in dtypes]]
+        for stage in range(len(self.rank_of) - 1):
+            outputs: list[Any] = [None]
+            if stage in self.modules:
+                outputs = [outputs_of(self.modules[stage], inputs[stage], self.device)]
+            dist.broadcast_object_list(outputs, group=self.group, group_src=self.rank_of[stage])
+            inputs.append(outputs[0])
+        return inputs

@@ -202,30 +202,44 @@ class Recipe:
     """A schedule by name: its generator, and what it allows."""
 
     generate: Callable[[int, int, int, int], list[Action]]  # P, M, V, rank
-    virtual: int | None = 1  # stages a rank; None: any
+    virtual: int | None = 1  # stages per rank; None: any
     v_shaped: bool = False
     even_rounds: bool = False  # M must split into M // P equal rounds
     full: bool = False  # M must be at least the number of stages
+    in_torch: bool = True  # torch.distributed.pipelining has it, under the same name
 
 
 SCHEDULES = {
     "GPipe": Recipe(_gpipe),
     "1F1B": Recipe(_one_f_one_b),
-    "1F1B-doubled": Recipe(_doubled_warmup),
+    "1F1B-doubled": Recipe(_doubled_warmup, in_torch=False),
     "Interleaved1F1B": Recipe(_interleaved, virtual=None, even_rounds=True),
     "InterleavedZeroBubble": Recipe(_interleaved_zero_bubble, virtual=None, even_rounds=True),
     "ZBVZeroBubble": Recipe(_zero_bubble_v, virtual=2, v_shaped=True),
     "DualPipeV": Recipe(_dual_pipe_v, virtual=2, v_shaped=True, full=True),
 }
 ALIASES = {"zbv": "ZBVZeroBubble"}
+TORCH_SCHEDULES = tuple(name for name, recipe in SCHEDULES.items() if recipe.in_torch)
+SINGLE_STAGE = tuple(name for name in TORCH_SCHEDULES if SCHEDULES[name].virtual == 1)  # one stage per rank
+
+
+def schedule_title(name: str) -> str | None:
+    """The schedule's own spelling of `name` (any case, or an alias); None if there is no such schedule."""
+    known = {title.lower(): title for title in SCHEDULES} | ALIASES
+    return known.get(name.lower())
+
+
+def torch_schedule(name: str) -> str | None:
+    """As `schedule_title`, among those that torch can run."""
+    title = schedule_title(name)
+    return title if title in TORCH_SCHEDULES else None
 
 
 def generate(name: str, ranks: int, microbatches: int, virtual: int | None = None) -> Schedule:
     """The named schedule (any case) for P ranks and M micro-batches; `virtual` stages a rank where free."""
-    known = {n.lower(): n for n in SCHEDULES} | ALIASES
-    if name.lower() not in known:
+    title = schedule_title(name)
+    if title is None:
         raise UsageError(f'schedule {name!r}: allowed are {", ".join(SCHEDULES)}, or csv = "FILE"')
-    title = known[name.lower()]
     recipe = SCHEDULES[title]
     v = _check(title, recipe, ranks, microbatches, virtual)
     rows = tuple(tuple(recipe.generate(ranks, microbatches, v, r)) for r in range(ranks))

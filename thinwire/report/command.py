@@ -10,8 +10,7 @@ from typing import Any
 
 from thinwire.config.quantities import parse_rate, show_bytes
 from thinwire.errors import UsageError
-from thinwire.planner import figures as planner_figures
-from thinwire.report import page, sections
+from thinwire.installed import check_figures
 from thinwire.report.runs import Run, read_runs
 from thinwire.report.summary import Summary, summarise
 from thinwire.report.timeline import simulated
@@ -43,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     if out.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"--out {args.out}: the page's name must end in .html")
     parse_rate(args.rate, "--rate")
-    document = report(read_runs(args.runs), out, args.rate)
+    runs = read_runs(args.runs)
+    check_figures("the page")
+    document = report(runs, out, args.rate)
     write_json(args.json, document)
     print(f"page: {out}")
     return 0
@@ -54,6 +55,8 @@ def report(runs: Sequence[Run], out: Path, rate: str | None = None) -> dict[str,
 
     `runs`: the first is what the others are compared with. `out`: the page's file; figures go beside it. `rate`: of the
     network, such as 100mbit, for runs that did not record it."""
+    from thinwire.report import page, sections
+
     summary = summarise(runs)
     with progress("report", len(sections.SECTIONS) + len(runs)) as advance:
         drawn = sections.draw(runs, summary)
@@ -79,7 +82,9 @@ def _timeline(
         result = simulated(run, measured_at=rate)
     except UsageError as error:
         return ("", run.name, f"No timeline: {error}."), {"why_not": str(error)}
-    drawn[name] = planner_figures.timeline(result, f"{run.name}: {result.makespan:.3g} s per step")
+    from thinwire.planner import figures
+
+    drawn[name] = figures.timeline(result, f"{run.name}: {result.makespan:.3g} s per step")
     spent = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in result.spent.items())
     words = (
         f"One pipeline, one band per rank: above what it computes, below what its port sends. Outlined in black: what "
@@ -99,6 +104,8 @@ def _write(files: dict[Path, bytes]) -> None:
 
 
 def _show(summary: Summary) -> None:
+    from thinwire.report import page
+
     target = "–" if summary.target is None else f"{summary.target:.4g}"
     columns = ("run", "steps", "seconds", "held-out", f"s to {target}", "speed-up", "sent", "fewer than fp32")
     rows = [

@@ -10,25 +10,11 @@ from thinwire.errors import UsageError
 from thinwire.terminal import progress, table, write_json
 from thinwire.theory import experiments, summary
 from thinwire.theory.checks import Check, verify
-
-MOST_SEEDS = 20
-QUICK = (
-    "every claim once, in a minute of processor time: one seed, EF21 and EControl at q = 0.9, shorter two-stage runs; "
-    "leaves out logistic regression and the sweeps over densities and levels"
-)
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    names = (*experiments.PROBLEMS, "all")
-    parser.add_argument("--problem", choices=names, default="all", help="default: all")
-    parser.add_argument("--seeds", type=int, metavar="N", help="seeds 0 … N−1; default: 2, with --quick 1")
-    parser.add_argument("--quick", action="store_true", help=QUICK)
-    parser.add_argument("--out", metavar="DIR", default="out/convex", help="where the figures go")
-    parser.add_argument("--json", metavar="PATH", help="write the table and the checks")
+from thinwire.theory.options import PROBLEMS, read_seeds
 
 
 def run(args: argparse.Namespace) -> int:
-    seeds = list(range(_seeds(args)))
+    seeds = list(range(read_seeds(args)))
     folder = _folder(args.out)
     write_json(args.json, {})  # a path that cannot be written is better found before the long work
     tasks = experiments.plan(_chosen(args), seeds, args.quick)
@@ -47,18 +33,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(check.passed for check in checks) else 1
 
 
-def _seeds(args: argparse.Namespace) -> int:
-    count = args.seeds if args.seeds is not None else 1 if args.quick else 2
-    if not 1 <= count <= MOST_SEEDS:
-        raise UsageError(f"--seeds must be 1 … {MOST_SEEDS}, not {count}")
-    return count
-
-
 def _chosen(args: argparse.Namespace) -> list[str]:
     """A quick look at everything leaves logistic regression out; asked for by name it runs."""
     if args.problem != "all":
         return [args.problem]
-    return [p for p in experiments.PROBLEMS if p != "logistic" or not args.quick]
+    return [p for p in PROBLEMS if p != "logistic" or not args.quick]
 
 
 def _folder(path: str) -> Path:

@@ -17,7 +17,6 @@ from thinwire.theory.methods import Method
 from thinwire.theory.problems import Problem
 from thinwire.theory.simulate import Trace, expected_steps, simulate
 
-PROBLEMS = ("ridge", "logistic", "interpolation", "two-stage")
 DENSITIES = (0.3, 0.5, 0.9)
 LEVELS = (3, 5, 8)
 MILD = {"EF21": 0.9, "EControl": 0.9}  # of a quick look: at q = 0.3 the two take as long as all others together

@@ -13,11 +13,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from thinwire.config.presets import PRESETS
+from thinwire.config.presets import PRESETS, written_out
 from thinwire.errors import UsageError
+from thinwire.installed import check_training
 from thinwire.train.config.sections import MeshConfig, TrainConfig, init_text, load
 from thinwire.train.folder_lock import locked
-from thinwire.train.installed import check_installed
 
 INTERRUPTED = 130  # the exit status of what Ctrl-C ended
 
@@ -54,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _config(args: argparse.Namespace) -> TrainConfig:
     config = load(args.config)
-    check_installed(config.model.lora is not None)
+    written_out(config.wire)  # a preset or a section that does not exist
+    check_training(config.model.lora is not None)
     if args.out:
         config = replace(config, run=replace(config.run, out=args.out))
     if args.wire:

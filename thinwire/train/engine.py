@@ -17,6 +17,7 @@ from thinwire.pipeline.message_choice import Plan
 from thinwire.pipeline.overlap import run_ahead
 from thinwire.pipeline.pipeline import Pipeline
 from thinwire.pipeline.stage import CompressedStage
+from thinwire.planner.schedule import SINGLE_STAGE
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.data.batches import Batch
 from thinwire.train.data.samples import IGNORED
@@ -89,7 +90,7 @@ class Piped:
         ]  # fmt: skip
         self.loss = Loss(config.mesh.dp)
         row = config.data.seq_len, self.width
-        overlap = config.mesh.ahead > 1 or (self.device.type == "cuda" and config.mesh.schedule in ("GPipe", "1F1B"))
+        overlap = config.mesh.ahead > 1 or (self.device.type == "cuda" and config.mesh.schedule in SINGLE_STAGE)
         self.pipeline = Pipeline(self.parts, plan=plan, samples=samples, row=row, say=say, overlap=overlap)
         kind = get_schedule_class(config.mesh.schedule)
         given: Any = self.parts if issubclass(kind, PipelineScheduleMulti) else self.parts[0]

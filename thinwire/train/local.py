@@ -13,7 +13,6 @@ from thinwire.lab import Job, Network, RankFailed, check
 from thinwire.terminal import progress
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.metrics import METRICS, read_events
-from thinwire.train.rank import train_rank
 from thinwire.train.show import describe
 from thinwire.train.stop import StopRequest
 
@@ -41,6 +40,8 @@ def train_local(
 
 def _train(config: TrainConfig, resume: bool, rate: float | None) -> int:
     """In the rank: what went wrong is its last line, and its status says so."""
+    from thinwire.train.rank import train_rank
+
     try:
         return train_rank(config, resume, rate=rate, show=False)
     except (UsageError, RunFailed) as error:

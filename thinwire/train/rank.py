@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from thinwire.errors import RunFailed, UsageError
 from thinwire.terminal import progress
+from thinwire.torch_private.groups import default_store
 from thinwire.train.build import check
 from thinwire.train.checkpoint import refuse_second_run
 from thinwire.train.config.sections import TrainConfig
@@ -137,7 +138,7 @@ class Heartbeat:
     """Every rank counts up in the rendezvous store, once per second: who is silent when something breaks?"""
 
     def __init__(self) -> None:
-        self.store: Any = dist.PrefixStore("thinwire/alive", dist.distributed_c10d._get_default_store())
+        self.store: Any = dist.PrefixStore("thinwire/alive", default_store())
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._beat, daemon=True)

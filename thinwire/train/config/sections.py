@@ -12,11 +12,11 @@ from thinwire.config.presets import PRESETS
 from thinwire.config.toml import read_toml
 from thinwire.errors import UsageError
 from thinwire.planner.actions import Schedule
-from thinwire.planner.schedule import ALIASES, generate
+from thinwire.planner.schedule import TORCH_SCHEDULES, generate, torch_schedule
+from thinwire.train.config.families import FAMILIES, TENSOR_PARALLEL
 from thinwire.train.config.fields import flag, key, list_of, number, one_of, read, table, template, text, whole
 
 INFINITY = float("inf")
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")  # torch's
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ModelConfig:
 
     path: str | None = key(None, text(), "a checkpoint directory with safetensors; sizes below are then its own", "DIR")
     config: str | None = key(None, text(), "or a config.json, initialised at random", "config.json")
-    type: str = key("llama", one_of("llama", "qwen2", "qwen3", "gpt2"), "or sizes: llama, qwen2, qwen3, gpt2")
+    type: str = key("llama", one_of(*FAMILIES), "or sizes: " + ", ".join(FAMILIES))
     vocab: int = key(0, whole(0), "0: the tokenizer's")
     hidden: int = key(256, whole(1), "width")
     layers: int = key(8, whole(1), "decoder layers")
@@ -88,23 +88,17 @@ class DataConfig:
     samples: int = key(0, whole(0), "stop after so many samples; 0: all")
 
 
-def _title(name: str) -> str | None:
-    """The schedule's own spelling, None if torch has no such schedule."""
-    known = {n.lower(): n for n in SCHEDULES} | ALIASES
-    return known.get(name.lower())
-
-
 @dataclass(frozen=True)
 class MeshConfig:
     """rank = (replica · pp + position in the pipeline) · tp + slice."""
 
     dp: int = key(1, whole(1), "data-parallel replicas")
     pp: int = key(1, whole(1), "pipeline ranks")
-    tp: int = key(1, whole(1), "tensor-parallel ranks, inside a site; llama and qwen2")
+    tp: int = key(1, whole(1), "tensor-parallel ranks, inside a site; " + " and ".join(TENSOR_PARALLEL))
     schedule: str = key(
         "1F1B",
-        ("one of " + ", ".join(SCHEDULES), lambda v: isinstance(v, str) and _title(v) is not None),
-        "GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV",
+        ("one of " + ", ".join(TORCH_SCHEDULES), lambda v: isinstance(v, str) and torch_schedule(v) is not None),
+        ", ".join(TORCH_SCHEDULES),
     )
     virtual: int | None = key(None, whole(1), "stages a rank, for the interleaved schedules", 2)
     microbatches: int = key(4, whole(1), "a pipeline pass")
@@ -114,7 +108,7 @@ class MeshConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", _title(self.schedule))
+        object.__setattr__(self, "schedule", torch_schedule(self.schedule))
         try:
             self.plan()
         except UsageError as error:

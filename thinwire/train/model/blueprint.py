@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
+from thinwire.train.config.families import FAMILIES, HEAD, Family
 from thinwire.train.config.sections import ModelConfig
 from thinwire.train.model import lora
 from thinwire.train.model import tensor_parallel as tensor
-from thinwire.train.model.families import FAMILIES, HEAD, Family, build_config, skeleton
+from thinwire.train.model.families import build_config, skeleton
 from thinwire.train.model.split import split_layers
 from thinwire.train.model.stage import Stage
 from thinwire.train.model.weights import Checkpoint, random_weight

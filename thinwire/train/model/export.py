@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thinwire.errors import UsageError
+from thinwire.train.config.families import HEAD
 from thinwire.train.model.blueprint import Blueprint
-from thinwire.train.model.families import HEAD
 from thinwire.train.model.lora import peft_config, saved_name
 from thinwire.train.model.stage import Stage
 from thinwire.train.model.weights import INDEX

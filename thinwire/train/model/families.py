@@ -1,9 +1,8 @@
-"""The Hugging Face models that can be cut by hand: what their parts are called, and their configurations."""
+"""Configurations and skeletons of the Hugging Face models that can be cut into stages (train/config/families.py)."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +10,10 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
+from thinwire.train.config.families import FAMILIES
 from thinwire.train.config.sections import ModelConfig
 
 DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout")
-
-
-@dataclass(frozen=True)
-class Family:
-    """Names inside a model class. `residual` weights start smaller, by 1/√(2·layers) (GPT-2's scheme)."""
-
-    architecture: str
-    root: str
-    embeddings: tuple[str, ...]
-    layers: str
-    norm: str
-    targets: tuple[str, ...]  # of adapters, by default
-    residual: str = ""
-
-    @property
-    def embedding(self) -> str:
-        """The parameter that a tied head shares."""
-        return f"{self.root}.{self.embeddings[0]}.weight"
-
-
-HEAD = "lm_head.weight"
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "model", ("embed_tokens",), "layers", "norm", _PROJECTIONS),
-    "qwen2": Family("Qwen2ForCausalLM", "model", ("embed_tokens",), "layers", "norm", _PROJECTIONS),
-    "qwen3": Family("Qwen3ForCausalLM", "model", ("embed_tokens",), "layers", "norm", _PROJECTIONS),
-    "gpt2": Family(
-        "GPT2LMHeadModel", "transformer", ("wte", "wpe"), "h", "ln_f", ("c_attn", "c_proj", "c_fc"), "c_proj.weight"
-    ),
-}
 
 
 def build_config(model: ModelConfig, vocab: int, seq_len: int) -> Any:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
+from thinwire.train.config.families import Family
 from thinwire.train.config.sections import LoraConfig
-from thinwire.train.model.families import Family
 from thinwire.train.model.stage import Stage
 from thinwire.train.model.weights import generator
 

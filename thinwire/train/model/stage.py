@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from thinwire.train.model.families import FAMILIES, HEAD
+from thinwire.train.config.families import FAMILIES, HEAD
 
 
 class Stage(nn.Module):

@@ -19,9 +19,9 @@ from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from thinwire.errors import UsageError
+from thinwire.train.config.families import TENSOR_PARALLEL
 from thinwire.train.model.stage import Stage
 
-FAMILIES = ("llama", "qwen2")
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
@@ -30,8 +30,8 @@ def check(config: Any, lora: bool, tp: int) -> None:
     """Can the model of this (transformers) configuration be cut in `tp`? One line where it cannot."""
     if tp == 1:
         return
-    if config.model_type not in FAMILIES:
-        raise UsageError(f"[mesh] tp = {tp}: not for {config.model_type}; allowed are {', '.join(FAMILIES)}")
+    if config.model_type not in TENSOR_PARALLEL:
+        raise UsageError(f"[mesh] tp = {tp}: not for {config.model_type}; allowed are {', '.join(TENSOR_PARALLEL)}")
     if lora:
         raise UsageError(f"[mesh] tp = {tp}: adapters are not cut; [model.lora] allows tp = 1")
     sizes = {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
-from thinwire.train.model.families import HEAD, Family
+from thinwire.train.config.families import HEAD, Family
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

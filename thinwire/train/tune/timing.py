@@ -17,7 +17,7 @@ from torch import nn
 
 from thinwire.config.wire import Link, Reduction
 from thinwire.distributed.values import gather_json
-from thinwire.pipeline.lane import Lane, Part
+from thinwire.pipeline.lane import Lane, Message
 from thinwire.planner.actions import Schedule
 from thinwire.planner.network import LinkSpeed
 from thinwire.planner.step import Hop, Send, Step, Traffic, Work
@@ -167,14 +167,14 @@ def _coding(link: Link | None, x: torch.Tensor) -> tuple[int, float, float]:
     if not isinstance(link.memory, str):
         link = replace(link, memory=replace(link.memory, path=None))
     lanes = [Lane(link, "measured", end, 0) for end in ("send", "recv")]
-    part, runs = Part(0, tuple(range(len(x))), True), []
+    message, runs = Message(0, tuple(range(len(x))), True), []
     for step in range(ROUNDS):
         for lane in lanes:
             lane.begin(step)
         began = time.perf_counter()
-        frame = lanes[0].send(part, 0, x)
+        frame = lanes[0].send(message, 0, x)
         encode, began = elapsed(began, x.device), time.perf_counter()
-        lanes[1].recv(part, 0, frame, x.shape, x.dtype)
+        lanes[1].recv(message, 0, frame, x.shape, x.dtype)
         runs.append((frame.nbytes, encode, elapsed(began, x.device)))
         for lane in lanes:
             lane.resolve_checks()

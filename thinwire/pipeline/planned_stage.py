@@ -1,0 +1,161 @@
+"""PlannedStage: a stage as a Pipeline drives it. It is connected once, and every step on it is planned.
+
+A Pipeline calls `connect` after the handshake, then `begin_step`, `start_messages` and `end_step` per step. The stage
+calls its pipeline through the two methods of `Owner`. What torch asks of a stage is in framed_stage.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from thinwire.config.wire import Wire
+from thinwire.errors import UsageError
+from thinwire.pipeline.announce import Announcement
+from thinwire.pipeline.dropout import seed_dropout
+from thinwire.pipeline.early_receives import EarlyReceives
+from thinwire.pipeline.lane import DIRECTIONS, Lane
+from thinwire.pipeline.message_choice import MessageChoice, Predicate
+from thinwire.pipeline.overlap import Transport
+from thinwire.pipeline.shapes import Spec, in_words
+from thinwire.pipeline.step_plan import StagePosition, StepPlan, plan_step
+from thinwire.torch_private.pipelining import OpenStage
+
+DROPOUT = ("warn", "seed", "ignore")
+
+
+class Owner(Protocol):
+    """What a stage asks of the Pipeline that drives it."""
+
+    def raise_on_all_ranks(self, wrong: str) -> None:
+        """Called by stages of all ranks together: raise what the first stage's rank has found `wrong`."""
+
+    def backward_began(self) -> None:
+        """From here on the next batch may be prefetched."""
+
+
+@dataclass
+class Lanes:
+    """A stage's lanes by direction; a direction without a neighbour on another rank has none."""
+
+    incoming: dict[str, Lane] = field(default_factory=dict)
+    outgoing: dict[str, Lane] = field(default_factory=dict)
+
+    def all(self) -> list[Lane]:
+        found = [table.get(direction) for direction in DIRECTIONS for table in (self.incoming, self.outgoing)]
+        return [lane for lane in found if lane is not None]
+
+
+@dataclass(frozen=True)
+class Connections:
+    """What the handshake gives to a stage.
+
+    lanes: to neighbours on other ranks.
+    choices: per direction, which messages are compressed.
+    first_tag: the number that the pipeline's tags count from.
+    rank_of: stage → rank in the group, of all stages.
+    """
+
+    lanes: Lanes
+    choices: dict[str, MessageChoice]
+    first_tag: int
+    rank_of: dict[int, int]
+
+
+class PlannedStage(OpenStage):
+    """What a Pipeline drives; its arguments are CompressedStage's."""
+
+    def __init__(
+        self, submodule: nn.Module, stage_index: int, num_stages: int, device: torch.device, *args: Any,
+        wire: Wire | Mapping[str, Any] | str, seed: int = 0, dropout: str = "warn", **kwargs: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(submodule, stage_index, num_stages, device, *args, **kwargs)
+        if dropout not in DROPOUT:
+            raise UsageError(f"dropout = {dropout!r}: allowed are {', '.join(DROPOUT)}")
+        self.wire = Wire.of(wire)
+        self.seed = seed
+        self.dropout = dropout
+        given = dict(zip(("input_args", "output_args"), args)) | kwargs
+        self.declared = in_words(given.get("input_args")), in_words(given.get("output_args"))
+        self.owner: Owner | None = None
+        self.lanes = Lanes()
+        self.rank_of: dict[int, int] = {}
+        self.transports: dict[tuple[str, str], Transport] = {}  # with overlap: frames travel on them, not by torch
+        self.microbatches: int | None = None
+        self.predicates: dict[str, Predicate] = {}
+        self.announced: Announcement | None = None
+        self.plan: StepPlan | None = None
+        self.new_inputs: list[Spec] | None = None  # of this step, where rows differ from the last step's
+        self.batch_inputs: dict[int, list[Spec]] = {}  # of the first stage by micro-batch, in the last step
+        self.early = EarlyReceives()
+        self._choices: dict[str, MessageChoice] = {}
+        self._first_tag = 0
+        self._coded = True
+        self._current: int | None = None  # the micro-batch being computed
+        if dropout == "seed":
+            seed_dropout(submodule, seed, self.current_ids)
+
+    def current_ids(self) -> tuple[int, ...] | None:
+        """The samples of the micro-batch being computed."""
+        return None if self.plan is None or self._current is None else self.plan.ids[self._current]
+
+    # --- what a Pipeline calls
+
+    def connect(self, connections: Connections, transports: dict[tuple[str, str], Transport] | None) -> None:
+        """Take over what the handshake found, and with overlap the transports, by (direction, "in" or "out")."""
+        if transports is not None:
+            self.transports = transports
+        self.lanes = connections.lanes
+        self.rank_of = connections.rank_of
+        self._choices = connections.choices
+        self._first_tag = connections.first_tag
+        self._set_predicates()
+
+    def begin_step(self, announced: Announcement, coded: bool, new_inputs: list[Spec] | None) -> None:
+        """Open the announced step.
+
+        coded: False: every message of this step is exact. new_inputs: this stage's, where their rows differ from the
+        last step's.
+        """
+        self.announced = announced
+        self._coded = coded
+        self.new_inputs = new_inputs
+        self._plan_step()
+        for lane in self.lanes.all():
+            lane.begin(announced.step)
+
+    def start_messages(self) -> None:
+        """The memories are ready: transports begin, and all receives of the step whose sizes are known are posted."""
+        for transport in self.transports.values():
+            transport.begin()
+        if self.plan is not None and self.plan.train and self.new_inputs is None and not self.transports:
+            self.early.post(self.plan, self.lanes.incoming)
+
+    def end_step(self, failed: bool) -> None:
+        """Close the step; `failed` where it ended in an exception."""
+        self.announced = None
+        self.plan = None
+        self.early.end_step(failed)
+
+    def _set_predicates(self) -> None:
+        if self.microbatches is not None:
+            self.predicates = {name: choice.predicate(self.microbatches) for name, choice in self._choices.items()}
+
+    def _plan_step(self) -> None:
+        """As soon as both are known: the announcement, and the number of micro-batches."""
+        if self.announced is not None and self.microbatches is not None:
+            tagged = torch.device(self.device).type == "cpu"  # NCCL matches by order
+            first_tag = self._first_tag if tagged else None
+            position = StagePosition(self.stage_index, self.num_stages, self.microbatches, first_tag)
+            self.plan = plan_step(self.announced, position, self._coded, self.predicates)
+
+    def before_shapes(self, microbatches: int) -> None:
+        """Called before torch looks at the shapes of a batch of so many micro-batches."""
+        self.microbatches = microbatches
+        self.batch_inputs = {}  # torch looks at the shapes anew
+        self._set_predicates()
+        self._plan_step()

@@ -1,6 +1,9 @@
 """A loop on Hugging Face Accelerate with compressed gradients: the lines marked `thinwire`.
 
-torchrun --nproc-per-node 2 examples/accelerate_loop.py      # or: accelerate launch --cpu --num_processes 2 …
+torchrun --nproc-per-node 2 examples/accelerate_loop.py
+accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py
+
+The second needs no GPU: --multi_gpu stands for several processes, and with --cpu Accelerate 1.15 starts only one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ def main() -> None:
     options = parser.parse_args()
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator.print(f"{accelerator.num_processes} processes")
     torch.manual_seed(0)
     inputs = torch.randn(512, 16)
     data = DataLoader(TensorDataset(inputs, torch.sin(inputs[:, :4].sum(1, keepdim=True))), batch_size=16, shuffle=True)

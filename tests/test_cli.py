@@ -12,6 +12,7 @@ import pytest
 
 import thinwire
 from thinwire.cli import BENCHES, COMMANDS, main
+from thinwire.config.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,8 +64,13 @@ def test_doctor_finds_what_the_library_needs(tmp_path, capsys):
 def test_bench_codecs_measures_and_writes(tmp_path, capsys):
     assert main(["bench", "codecs", "--mib", "1", "--repeats", "1", "--json", str(tmp_path / "out" / "b.json")]) == 0
     result = json.loads((tmp_path / "out" / "b.json").read_text())
-    assert {"4-bit encode", "4-bit decode", "select 1 %"} <= {row["task"] for row in result["rows"]}
-    assert "Ratios" in capsys.readouterr().out
+    tasks = {row["task"] for row in result["rows"]}
+    assert {"4-bit encode", "4-bit decode", "select 1 %"} <= tasks
+    sent = [PRESETS["max"][way]["bits"] for way in ("forward", "backward")]
+    for bits in sent:  # what the command recommends is measured
+        assert {f"{bits}-bit encode", f"{bits}-bit decode", f"{bits}-bit delta encode"} <= tasks
+    said = capsys.readouterr().out
+    assert "Ratios" in said and "asked" not in said and result["ratios"][0].keys() == {"what", "ratio"}
 
 
 def test_json_into_nowhere_is_one_line(capsys):

@@ -116,6 +116,27 @@ def test_loopback_survives_strangers(listener: int) -> None:
     assert found.round_trip is not None and found.round_trip < 0.1
 
 
+def test_a_success_says_nothing_of_failures() -> None:
+    """The asker drops its connections when it has measured enough: the listener takes that as the end of an answer."""
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        until = time.monotonic() + 3
+        thread = threading.Thread(target=probe.serve, args=(server, until, lambda _, what: said.append(what)))
+        thread.start()
+        assert examine("127.0.0.1", server.getsockname()[1]).ok
+        thread.join()
+    assert set(said) == set(probe.ANSWERS), said
+
+
+def test_a_reset_before_the_listener_is_done_ends_its_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        asker = probe.reach(server.getsockname())
+        peer = server.accept()[0]
+        probe.drop(asker)
+        with peer:
+            probe._download(peer, "")  # its shutdown finds no connection any more
+
+
 def answering(reply: bytes) -> tuple[socket.socket, threading.Thread]:
     """A server of something else, for one visitor."""
     server = socket.create_server(("127.0.0.1", 0))

@@ -167,3 +167,21 @@ def test_a_second_call_for_a_trainer_is_refused(tmp_path):
         with pytest.raises(UsageError, match="compressed already: call it once a trainer"):
             compress_trainer(trainer, "off")
         assert callbacks == before
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate launch"])
+def test_the_commands_of_the_accelerate_example_start_two_processes(launcher: str) -> None:
+    """As its docstring gives them. One process would have nothing to compress."""
+    text = (EXAMPLES / "accelerate_loop.py").read_text()
+    (command,) = re.findall(rf"^({launcher} .*)$", text, flags=re.MULTILINE)
+    module = {"torchrun": "torch.distributed.run", "accelerate launch": "accelerate.commands.launch"}[launcher]
+    words = command.removeprefix(launcher).split()
+    if launcher == "torchrun":
+        words.insert(0, "--standalone")  # a free port
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words, "--epochs", "1"], cwd=EXAMPLES.parent, capture_output=True, text=True,
+        timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": "/nonexistent"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "2 processes" in done.stdout.splitlines() and "epoch 0: loss" in done.stdout

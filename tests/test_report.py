@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.config.presets import PRESETS
-from thinwire.report.figures import errors, smooth
+from thinwire.report.figures import errors, smooth, training
 from thinwire.report.runs import METRICS, reached, read_runs
 from thinwire.report.summary import summarise
 from thinwire.terminal import table
+from thinwire.train.config.sections import RunConfig, load
+from thinwire.train.rank import record
 
 ROOT = Path(__file__).parent.parent
 RAW = 1_000_000  # bytes a step that fp32 would send
@@ -54,7 +57,8 @@ def events(name: str, seconds: float, sent: int, steps: int = 40, final: float =
                 "kind": "step", "step": step, "loss": 5.5 - 0.05 * step, "lr": 3e-4, "norm": 1.0, "tokens": 1024,
                 "seconds": time, "step_seconds": seconds, "wait_seconds": seconds / 2, "forward_bytes": total,
                 "backward_bytes": total, "gradient_bytes": 2 * total, "embedding_bytes": 0, "raw_bytes": RAW * step,
-                "hit_rate": float(step > 20) if name == "max" else None, "skips": 0, "errors": errors,
+                "hit_rate": float(step > 20) if name == "max" else None, "cold": 16 * (step <= 20),
+                "warm": 16 * (step > 20), "skips": 0, "errors": errors,
             })  # fmt: skip
         if step % 10 == 0:
             held_out = final + 0.05 * (steps - step)
@@ -185,6 +189,16 @@ def test_a_browser_shows_it(made: Path) -> None:
     assert (dark > 200).all(axis=2).mean() < 0.1  # no white sheets
 
 
+@pytest.mark.timeout(120)
+def test_a_phone_sees_that_tables_go_on(made: Path) -> None:
+    """At 400 pixels a line above each wide table says so, and the page itself is no wider than the window."""
+    phone = look(made / "page.html", made / "phone.png", "--window-size=400,1200")
+    assert (phone[:, :3] > 250).all() and (phone[:, -3:] > 250).all()  # nothing sticks out
+    desk = look(made / "page.html", made / "desk.png", "--window-size=1280,1200")
+    brown = [((pixels - [154, 75, 0]).__abs__().max(axis=2) < 12).sum() for pixels in (phone, desk)]
+    assert brown[0] > 100 and brown[1] == 0, brown
+
+
 def test_one_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path / "one", events("safe", 1.0, 60_000, rate=None))
     assert main(["report", run, "--out", str(tmp_path / "p.html")]) == 0
@@ -196,6 +210,66 @@ def test_one_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "40 steps in 40 s: held-out loss 3, 9.60 MB sent, 4.17× fewer than fp32 without compression." in text
     assert "No figure: no run keeps activations by sample" in text
     assert "page: " in capsys.readouterr().out
+
+
+def started_from_a_checkpoint(folder: Path, *, ended: bool) -> str:
+    """A run whose run.toml was given elsewhere and names a checkpoint there; recorded as by `thinwire train`."""
+    text = CONFIG.format(name="off").replace("hidden = 64\nlayers = 4\nheads = 4", 'path = "start/model"')
+    given = folder / "given"
+    (given / "start" / "model").mkdir(parents=True)
+    (given / "run.toml").write_text(text)
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 264, "tie_word_embeddings": True}
+    (given / "start" / "model" / "config.json").write_text(json.dumps(sizes))
+    (folder / "out").mkdir()
+    config = replace(load(given / "run.toml"), run=RunConfig(out=str(folder / "out")))
+    record(config, str(given / "run.toml"))
+    (folder / "out" / METRICS).write_text("".join(json.dumps(e) + "\n" for e in events("off", 3.0, 250_000)))
+    if ended:
+        shutil.copytree(given / "start" / "model", folder / "out" / "model")
+        shutil.rmtree(given)
+    return str(folder / "out")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_from_a_checkpoint_has_a_simulated_step(ended: bool, tmp_path: Path) -> None:
+    """Its sizes are in its own result, or, before its end, where its record says that it started."""
+    run = started_from_a_checkpoint(tmp_path, ended=ended)
+    assert main(["report", run, "--out", str(tmp_path / "p.html"), "--json", str(tmp_path / "r.json")]) == 0
+    step = json.loads((tmp_path / "r.json").read_text())["runs"][0]["simulated"]
+    assert step["step_s"] == pytest.approx(3.0, rel=0.01), step
+    assert "No timeline" not in (tmp_path / "p.html").read_text()
+
+
+def captions(page: Path) -> dict[str, str]:
+    """Words under the figures, by their titles."""
+    figures = ET.fromstring(page.read_text()).iter("figure")
+    return {next(f.iter("img")).attrib["alt"]: "".join(next(f.iter("figcaption")).itertext()) for f in figures}
+
+
+@pytest.mark.parametrize("steps", [40, 200])
+def test_captions_speak_of_what_is_drawn(steps: int, tmp_path: Path) -> None:
+    """A short series is one line, a long one a thin and a thick; one run alone has no ring and no other curve."""
+    runs = [write(tmp_path / name, events(name, 1.0, 1000, steps=steps)) for name in ("off", "max")]
+    assert main(["report", *runs, "--out", str(tmp_path / "two.html")]) == 0
+    two = captions(tmp_path / "two.html")
+    assert all(
+        ("thick" in two[title]) == (steps == 200) for title in ("Training loss", "Step time", "Compression error")
+    )
+    assert "rings" in two["Held-out loss against time"] and "two curves" in two["Held-out loss against bytes"]
+    drawn = training(read_runs(runs), summarise(read_runs(runs)))
+    assert drawn is not None and len(drawn.axes[0].lines) == (2 if steps == 40 else 4)
+    assert main(["report", runs[1], "--out", str(tmp_path / "one.html")]) == 0
+    alone = " ".join(captions(tmp_path / "one.html").values())
+    assert not any(word in alone for word in ("rings", "dashed", "two curves", "lie on each other"))
+
+
+def test_files_of_before_are_read_and_said_to_be_so(tmp_path: Path) -> None:
+    """An earlier version recorded the share of remembered samples since the start, without their numbers."""
+    before = [{k: v for k, v in e.items() if k not in ("cold", "warm")} for e in events("max", 1.0, 1000)]
+    write(tmp_path / "old", before)
+    write(tmp_path / "new", events("max", 1.0, 1000))
+    assert [bool(run.notes) for run in read_runs([tmp_path / "old", tmp_path / "new"])] == [True, False]
+    assert "since the start, not per step" in read_runs([tmp_path / "old"])[0].notes[0]
 
 
 MISTAKES = {

@@ -23,7 +23,7 @@ from thinwire.errors import UsageError
 from thinwire.train import checkpoint, local
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config.sections import load
-from thinwire.train.metrics import Metrics, read_events
+from thinwire.train.metrics import METRICS, Metrics, read_events
 from thinwire.train.rank import join
 from thinwire.train.show import closing, describe
 from thinwire.train.stop import StopRequest
@@ -178,6 +178,10 @@ def step(number, **values):
     return {"kind": "step", "step": number, **counts, "gradient_bytes": 2e6, "raw_bytes": 8e6} | timed | values
 
 
+KEYS = ("kind", "step")
+RUN = {"kind": "run", "step": 0, "steps": 16}
+
+
 def test_what_a_run_says_of_itself():
     alone = step(1, gradient_bytes=0, raw_bytes=0, hit_rate=None)
     assert describe(step(7)) == (
@@ -190,6 +194,39 @@ def test_what_a_run_says_of_itself():
         "the model is in out/x/model; thinwire report out/x draws the run",
     ]
     assert "sent" not in closing("out/x", [alone])
+
+
+@pytest.mark.parametrize(("resume", "kept"), [(False, None), (True, None), (True, 8), (True, 12)])
+def test_progress_counts_from_where_it_resumed(resume, kept, tmp_path, monkeypatch, capsys):
+    """A run of 16 steps was stopped after 12 that it recorded, its last checkpoint being at `kept` (None: there is
+    none). The ranks drop what comes after the checkpoint, and do those steps again."""
+    first = kept or 0
+    monkeypatch.setattr("thinwire.terminal.QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(local, "_check_end", lambda job, asked: None)
+    (tmp_path / METRICS).write_text(
+        "".join(json.dumps(e) + "\n" for e in [RUN, *(step(n, seconds=n) for n in range(1, 13))])
+    )
+    left = iter(range(first + 1, 17))
+
+    def watch(seconds):
+        """A moment of the job: the first brings the file in order, every other one adds a step."""
+        if not job.written:
+            job.written = Metrics(tmp_path, kept)
+            if kept is None:
+                job.written.write("run", 0, steps=16)
+            return False
+        number = next(left, None)
+        if number is not None:
+            job.written.write("step", number, **{k: v for k, v in step(number, seconds=99).items() if k not in KEYS})
+        return number is None
+
+    job = SimpleNamespace(watch=watch, written=None, seconds=0.0)
+    network = SimpleNamespace(start=lambda *arguments, **options: job)
+    config = SimpleNamespace(run=SimpleNamespace(out=str(tmp_path)), mesh=SimpleNamespace(tp=1))
+    local._watched(network, config, resume, None, "train", None, None)
+    job.written.close()
+    counted = [int(line.split("/16")[0].rpartition("(")[2]) for line in capsys.readouterr().err.splitlines()]
+    assert counted == list(range(first + 1, 17))
 
 
 def test_options_reach_the_run(tmp_path, monkeypatch):

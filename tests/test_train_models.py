@@ -8,6 +8,7 @@ import torch
 from inputs import agree
 from safetensors.torch import load_file, save_file
 
+from thinwire.cli import main
 from thinwire.errors import UsageError
 from thinwire.train.config.sections import ModelConfig
 from thinwire.train.model.blueprint import build_stages, named_parameters, plan_model
@@ -262,6 +263,15 @@ def checkpoint(folder, **changes):
 def test_checkpoints_that_do_not_fit(changes, said, tmp_path) -> None:
     with pytest.raises(UsageError, match=said):
         built(checkpoint(tmp_path, **changes), 1)
+
+
+def test_the_type_of_a_model_is_looked_at_before_its_tokenizer(tmp_path, monkeypatch, capsys) -> None:
+    """BERT's tokenizer has no end-of-text token: that is not what is wrong with it."""
+    checkpoint(tmp_path / "bert", model_type="bert")
+    monkeypatch.setattr("thinwire.train.build.open_tokenizer", lambda *_: pytest.fail("the tokenizer was opened"))
+    (tmp_path / "run.toml").write_text(f'[model]\npath = "bert"\n[run]\nout = "{tmp_path / "out"}"\n')
+    assert main(["train", str(tmp_path / "run.toml")]) == 2
+    assert "model_type 'bert' cannot be cut; allowed are llama, qwen2, qwen3, gpt2" in capsys.readouterr().err
 
 
 def test_other_mistakes(tmp_path) -> None:

@@ -124,7 +124,8 @@ def _check_bytes(events, wire) -> None:
         sent = {way: event[f"{way}_bytes"] - (events[at - 1][f"{way}_bytes"] if at else 0) for way in WAYS}
         assert sent["forward"] == messages * message_bytes(planned.forward, shape, cold=at < 3), (at, sent)
         assert sent["backward"] == messages * message_bytes(planned.backward, shape), (at, sent)
-    assert [e["hit_rate"] for e in events[2:6]] == [0.0, 1 / 4, 2 / 5, 3 / 6]
+    assert [e["hit_rate"] for e in events[:6]] == [0.0] * 3 + [1.0] * 3  # of the step, not since the start
+    assert [(e["cold"], e["warm"]) for e in events[2:4]] == [(8, 0), (0, 8)]
 
 
 @pytest.mark.timeout(120)

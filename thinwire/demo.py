@@ -56,6 +56,7 @@ PRETRAIN = 150  # steps
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of `thinwire demo`."""
     parser.description = __doc__
     parser.add_argument("--rate", default="10mbit", help="of every host's link (default 10mbit)")
     parser.add_argument("--steps", type=int, default=42, help="of each run (default 42)")
@@ -64,6 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train twice as `args` says and write the page; the exit status."""
     rate = parse_rate(args.rate)
     if args.steps < 12:
         raise UsageError(f"--steps {args.steps}: at least 12 are needed to see anything")
@@ -163,4 +165,4 @@ def _show_simulated(runs: Sequence[Run], rate: float | None) -> None:
 
     steps = [simulated(run, rate).makespan for run in runs]
     rows = [(run.name, f"{step:.3f} s", f"{steps[0] / step:.1f}×") for run, step in zip(runs, steps)]
-    table(f"Simulated, on links of {show_rate(rate)}", ("wire", "a step", "speed-up"), rows)
+    table(f"Simulated, on links of {show_rate(rate)}", ("wire", "per step", "speed-up"), rows)

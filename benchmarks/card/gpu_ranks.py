@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[1]
-PATHS = [str(ROOT), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = [str(ROOT), str(Path(__file__).resolve().parent)]
 sys.path[:0] = PATHS
 PRELOAD = ["torch", "torch.distributed.pipelining", "thinwire.pipeline.pipeline", "thinwire.data_parallel.ddp"]
 KERNELS = ("bits", "checksum", "delta", "hadamard", "indices", "quantize", "select", "sign", "ternary")

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from quality_methods import METHODS
 from quality_tasks import RANKS, TASKS, Data, digest, load
@@ -196,12 +196,13 @@ def main() -> None:
     rows = read(plan.json)
     carry_out(plan, data, rows, plan.json)
     if not plan.no_report:
-        from quality_report import figure, markdown, summarise
+        from quality_figure import bars_of_points, figure
+        from quality_report import markdown, summarise
 
         points = summarise([row for row in rows.values() if row["data"] == digest(data)], plan)
         print(markdown(points))
         if plan.figure:
-            figure(points, plan.figure)
+            figure(bars_of_points(points), plan.figure)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Carry out `thinwire bench allreduce` as `args` says; the exit status."""
     hosts, numel = read_hosts(args.hosts), read_numel(args.numel)
     rate = parse_rate(args.rate, "rate")
     shape, k = _matrix(numel), TopK(args.density).count(numel)
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def contestants(shape: tuple[int, int], density: float) -> dict[str, Row]:
-    """Name → row. Sparse ones in every coding that fits them; Gather and TwoHop appear as TopkAllgather, Quantized."""
+    """Name → row, for tensors of `shape` and sparse collectives that pick `density` of them. Sparse ones appear in
+    every coding that fits them; Gather and TwoHop as TopkAllgather and Quantized."""
     n = math.prod(shape)
     k = TopK(density).count(n)
     coded = Quantize(BITS).nbytes((n,), torch.float32)
@@ -142,7 +144,7 @@ class _Bench:
         return out
 
     def _launch(self, collective: Collective, steps: int, expected: float) -> tuple[list[Any], float]:
-        """(per rank and step what was measured, mean bytes a host sent as the lab counts them)."""
+        """(per rank and step what was measured, mean bytes per host as the lab counts what was sent)."""
         limit = LIMIT + 4 * expected
         results = self.net.run(measure, collective, self.shape, self.k, self.workers, steps, timeout=limit, echo=False)
         return list(results), results.total_sent / len(results)

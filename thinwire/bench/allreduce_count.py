@@ -42,12 +42,15 @@ class Characters(nn.Module):
         self.layers, self.out = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False), nn.Linear(WIDTH, 128)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Logits float[rows, CONTEXT, 128] of `x`, int64[rows, CONTEXT]."""
         mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
         return self.out(self.layers(self.embed(x) + self.place, mask=mask, is_causal=True))
 
 
 def train(density: float, scope: str, steps: int, xi_every: int, lr: float) -> dict[str, Any]:
-    """What every rank runs; returns per step the loss, and the counts selected over all units, locally and globally."""
+    """What every rank runs; returns per step the loss, and the counts selected over all units, locally and globally.
+
+    `density`, `scope`, `xi_every`: of OkTopk. `steps`: how many. `lr`: the learning rate."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     generator = torch.Generator().manual_seed(dist.get_rank() + 1)
@@ -107,7 +110,7 @@ def _units(parameters: list[Any]) -> list[list[Any]]:
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], path: str) -> None:
-    """Counts of all units over k, every rank's, and ξ, for each scope."""
+    """Draw `runs` (per scope the results of all ranks) to `path`: counts of all units over k, every rank's, and ξ."""
     figure = Figure(figsize=(11.0, 7.0), layout="constrained")
     axes = figure.subplots(2, len(runs), sharex=True, sharey="row", squeeze=False)
     for (scope, ranks), (top, bottom) in zip(runs.items(), axes.T):
@@ -126,7 +129,7 @@ def draw(runs: dict[str, list[dict[str, Any]]], path: str) -> None:
 
 
 def summary(rank: dict[str, Any]) -> str:
-    """One line: how far counts were from k."""
+    """One line about what `rank` returned: how far counts were from k."""
     words = []
     for name in ("local", "global"):
         off = [abs(c / rank["k"] - 1) for c in rank[name]]
@@ -137,6 +140,7 @@ def summary(rank: dict[str, Any]) -> str:
 
 
 def main() -> None:
+    """Train with both scopes as the command line says, print a line about each, and write what was asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--density", type=float, default=0.01)

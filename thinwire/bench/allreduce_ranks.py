@@ -35,6 +35,8 @@ class HalfHook(Collective):
     def exchange(
         self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
+        """The mean of `u` over `group`, and what this rank contributed to it. `state`, `key`, `step` and `seed` are not
+        used: the hook remembers nothing."""
         if is_alone(group):
             return u, u
         if u.numel() not in self.models:
@@ -69,6 +71,7 @@ class Counters:
     calls: list[str] = field(default_factory=list)
 
     def add(self, call: str, tensor: Tensor, copies: float) -> None:
+        """Count a `call` that sends `copies` of `tensor`."""
         sent = tensor.numel() * tensor.element_size() * copies
         if tensor.dtype in PAYLOAD:
             self.payload += sent
@@ -79,7 +82,8 @@ class Counters:
 
 @contextmanager
 def tallied(size: int) -> Iterator[Counters]:
-    """Counts what goes through torch.distributed: rings send 2b(P−1)/P for all-reduce and b(P−1) for all-gather."""
+    """Counts what goes through torch.distributed in a group of `size`: rings send 2b(P−1)/P for all-reduce and b(P−1)
+    for all-gather."""
     tally, real = Counters(), (dist.all_reduce, dist.all_gather, dist.batch_isend_irecv)
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -105,9 +109,11 @@ def tallied(size: int) -> Iterator[Counters]:
 
 
 def gradients(workers: str, shape: tuple[int, int], k: int, rank: int, size: int) -> Callable[[int], Tensor]:
-    """step → this rank's gradient. Similar workers share a signal twice their noise; skewed ones have all their large
-    values in one region each, another worker's by equal cuts; adversarial ones have k large values in the region −rank,
-    so that no cyclic shift of owners keeps them home, and rank 1's are the largest, all in one owner's region."""
+    """step → the gradient of `rank` out of `size`, of that `shape`, of the kind that `workers` names.
+
+    Similar workers share a signal twice their noise. Skewed ones have all their large values in one region each,
+    another worker's by equal cuts. Adversarial ones have `k` large values in the region −rank, so that no cyclic shift
+    of owners keeps them home, and rank 1's are the largest, all in one owner's region."""
     n = shape[0] * shape[1]
 
     def draw(step: int) -> Tensor:
@@ -126,7 +132,8 @@ def gradients(workers: str, shape: tuple[int, int], k: int, rank: int, size: int
 
 
 def measure(collective: Collective, shape: tuple[int, int], k: int, workers: str, steps: int) -> list[dict[str, float]]:
-    """`steps` exchanges with error feedback; per step this rank's seconds and bytes."""
+    """`steps` exchanges of `collective` with error feedback, of gradients of that `shape` as `workers` says, with `k`
+    large entries; per step this rank's seconds and bytes."""
     _one_team()
     with compiled_once():
         collective.exchange(torch.randn(WARM).view(64, -1), state={})

@@ -22,6 +22,7 @@ _WELCOME = b"ready"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of `thinwire bench link`."""
     parser.add_argument("--rates", default=RATES, help="comma-separated (%(default)s)")
     parser.add_argument("--latency", default="0ms", help="one-way delay between the two hosts (%(default)s)")
     parser.add_argument("--seconds", default="2s", help="how long a transfer should take (%(default)s)")
@@ -29,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Carry out `thinwire bench link` as `args` says; the exit status."""
     rates = [parse_rate(text, "rate") for text in args.rates.split(",")]
     seconds = parse_time(args.seconds, "seconds")
     tests: dict[str, Callable[[int], float]] = {
@@ -56,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(net: Network, name: str, function: Callable[[int], float], rate: float, size: int) -> dict[str, Any]:
-    """One transfer of `size` bytes from host 0 to host 1 (the all-reduce: as much each way, at once)."""
+    """One transfer of `size` bytes from host 0 to host 1 of `net` (the all-reduce: as much each way, at once).
+
+    `name`: in the table. `function`: what both ranks run, given the size; their seconds. `rate`: nominal, in bit/s."""
     results = net.run(function, size, timeout=LIMIT)
     seconds = max(results)
     sent = results.traffic[net.hosts[0].name].sent
@@ -103,7 +107,7 @@ def _receive(address: tuple[str, int], size: int) -> float:
 
 
 def connect(address: tuple[str, int]) -> socket.socket:
-    """The other rank may be a moment behind."""
+    """A connection to `address`, tried for a while: the other rank may be a moment behind."""
     until = time.monotonic() + 10.0
     while True:
         try:

@@ -56,6 +56,7 @@ LADDER: dict[str, dict[str, Any]] = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of `thinwire bench optimus`."""
     parser.description = __doc__
     parser.add_argument("--part", default="all", choices=PARTS, help="what to measure (default all)")
     parser.add_argument("--rungs", default=",".join(LADDER), help="some of the ladder, the first is the baseline")
@@ -66,6 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Carry out `thinwire bench optimus` as `args` says; the exit status."""
     rungs = chosen("--rungs", args.rungs, LADDER)
     check_counts(args)
     parse_rate(args.rate, "--rate")
@@ -86,6 +88,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Bench:
+    """Gathers rows; `result` is what is written.
+
+    `folder`: of the runs. `args`: the command's. `rungs`: names out of LADDER, the first being the baseline."""
+
     def __init__(self, folder: Path, args: argparse.Namespace, rungs: list[str]) -> None:
         self.folder, self.args, self.rungs = folder, args, rungs
         check_folder(folder, MARK)
@@ -98,6 +104,7 @@ class Bench:
     # --- the three parts
 
     def losses(self) -> None:
+        """Fine-tune every rung with every seed on an unlimited network, unless that was done before."""
         with Network(hosts=4, preload=PRELOAD) as network:
             model = self._pretrained(network)
             for seed in range(self.args.seeds):
@@ -106,6 +113,7 @@ class Bench:
                         self._keep("loss", [*self.result["loss"], self._fine_tuned(network, model, rung, seed)])
 
     def times(self) -> None:
+        """Time a step of every rung on links of `--rate`."""
         with Network(hosts=8, rate=self.args.rate, preload=PRELOAD) as network:
             for rung in self.rungs:
                 rows = [row for row in self.result.get("time", []) if row["rung"] != rung]
@@ -196,6 +204,7 @@ class Bench:
     # --- tables
 
     def show(self) -> None:
+        """Print the tables of what has been measured."""
         times = {row["rung"]: row for row in self.result.get("time", [])}
         rows = []
         for rung in self.rungs:
@@ -206,7 +215,9 @@ class Bench:
                 show_bytes(sum(time["sent"].values())) if time else "–",
                 f"{statistics.mean(excess):+.2f}{spread}" if excess else "–",
             ))  # fmt: skip
-        table(f"Optimus-CC's ladder at {self.args.rate}", ("rung", "step s", "sent a step", "held-out excess %"), rows)
+        table(
+            f"Optimus-CC's ladder at {self.args.rate}", ("rung", "step s", "sent per step", "held-out excess %"), rows
+        )
         if "stages" in self.result:
             part = self.result["stages"]
             shown = [(str(r["stages"]), f"{r['seconds']:.3f}", f"{r['simulated']:.3f}") for r in part["rows"]]

@@ -7,6 +7,7 @@ from typing import Any
 
 
 def draw(part: dict[str, Any], path: str) -> None:
+    """Draw `part`, the result's "stages", to `path`."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("Agg")
@@ -22,7 +23,7 @@ def draw(part: dict[str, Any], path: str) -> None:
     axis.set_xticks(counts)
     axis.set_ylim(bottom=0)
     axis.set_xlabel("stages whose gradients are compressed, the earliest first")
-    axis.set_ylabel("seconds a step")
+    axis.set_ylabel("seconds per step")
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, fontsize=9)
     figure.tight_layout()

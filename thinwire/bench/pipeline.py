@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.pipeline_modes import MODES, Mode, predicted_bytes
+from thinwire.bench.pipeline_modes import MODES, OURS, Mode, predicted_bytes
 from thinwire.bench.pipeline_options import Setup, read_setup, read_shares
 from thinwire.bench.pipeline_ranks import pretrain, time_steps, train
 from thinwire.bench.pipeline_table import show, summed
@@ -32,6 +32,7 @@ ABLATIONS = "ablations"
 
 
 def run(args: argparse.Namespace) -> int:
+    """Carry out `thinwire bench pipeline` as `args` says; the exit status."""
     setup, modes = read_setup(args), _chosen(args.only)
     bench = Bench(setup, modes, args.steps, args.json, args.resume)
     with Network(hosts=args.hosts, preload=PRELOAD) as net, tempfile.TemporaryDirectory() as folder:
@@ -50,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Bench:
-    """Gathers rows; `result` is what is written."""
+    """Gathers rows; `result` is what is written.
+
+    `setup`: model, data and training. `modes`: by name, what is measured. `steps`: timed ones of each kind. `path`: the
+    JSON file, None for none. `resume`: go on with the rows of that file."""
 
     def __init__(self, setup: Setup, modes: dict[str, Mode], steps: int, path: str | None, resume: bool) -> None:
         self.setup, self.modes, self.steps, self.path = setup, modes, steps, path
@@ -60,19 +64,26 @@ class Bench:
             before = read_json(path)
             if before.get("setup") != self.result["setup"]:
                 raise UsageError(f"{path}: was made with other settings: {before.get('setup')}")
+            unknown = {row["mode"] for kind in ("loss", "time") for row in before[kind]} - MODES.keys()
+            if unknown:
+                raise UsageError(f"{path}: has rows of {', '.join(sorted(unknown))}; modes are {', '.join(MODES)}")
             self.result = before
 
     def has(self, kind: str, **what: Any) -> bool:
+        """Is there a row of that `kind` ("loss", "time") with the values in `what`?"""
         return any(all(row[name] == value for name, value in what.items()) for row in self.result[kind])
 
     def keep(self, kind: str, row: dict[str, Any]) -> None:
+        """Add a `row` of that `kind`, and write all of them."""
         self.result[kind].append(row)
         write_json(self.path, self.result)
 
     # --- quality
 
     def train(self, net: Network, seeds: int, folder: str, advance: Callable[[str, int], None]) -> None:
-        """Paired: every mode starts from the same weights and sees the same batches."""
+        """Paired: every mode starts from the same weights and sees the same batches.
+
+        `net`: unlimited. `seeds`: how many. `folder`: for the weights. `advance`: of the progress bar."""
         for seed in range(seeds):
             setup = replace(self.setup, seed=seed)
             weights = str(Path(folder) / f"{seed}.pt")
@@ -95,7 +106,7 @@ class Bench:
     # --- time
 
     def rates(self, net: Network, rates: str, shares: str) -> list[float]:
-        """As given, or so that the fp32 step spends the shares on the exposed wire."""
+        """In bit/s, as `rates` says, or so that the fp32 step on `net` spends the `shares` on the exposed wire."""
         if rates:
             return [rate for rate in (parse_rate(word, "rate") for word in rates.split(",")) if rate is not None]
         if "exposed_bits" not in self.result:
@@ -107,6 +118,7 @@ class Bench:
         return [max(SLOWEST, bits * (1 - s) / (free * s)) for s in read_shares(shares)]
 
     def time(self, net: Network, rates: list[float | None]) -> None:
+        """Time every mode on `net` at each of `rates` (None: unlimited); ablations at few of them."""
         limited = sorted(rate for rate in rates if rate is not None)
         for rate in rates:
             for name, mode in self.modes.items():
@@ -116,8 +128,8 @@ class Bench:
                     self.keep("time", {"mode": name, "rate": rate, **self.launch(net, mode, rate)})
 
     def launch(self, net: Network, mode: Mode, rate: float | None) -> dict[str, Any]:
-        """Slowest rank's seconds of a cold and of a warm step (median); where the network is unlimited also bytes:
-        predicted, framed, counted. They do not depend on the rate."""
+        """Slowest rank's seconds of a cold and of a warm step (median) of `mode` on `net` at `rate`; where that is
+        None, an unlimited network, also bytes: predicted, framed, counted. They do not depend on the rate."""
         for host in range(len(net.hosts)):
             net.set_rate(host, "unlimited" if rate is None else rate)
         expected = 8 * self.predicted(mode, False) * self.setup.stages / (rate or 1e9)
@@ -141,7 +153,8 @@ class Bench:
         }  # fmt: skip
 
     def predicted(self, mode: Mode, warm: bool) -> int:
-        """Bytes of one step over all boundaries, where every message is compressed."""
+        """Bytes of one step in `mode` over all boundaries, where every message is compressed; `warm`: of samples that
+        both ends remember."""
         s = self.setup
         one = sum(predicted_bytes(mode, s.rows, s.length, s.width, warm))
         return one * s.microbatches * (s.stages - 1)
@@ -154,7 +167,7 @@ def _chosen(only: str) -> dict[str, Mode]:
             raise UsageError(f"--only {word}: no mode's name contains it; there are {', '.join(MODES)}")
 
     def chosen(name: str, mode: Mode) -> bool:
-        ours = ABLATIONS in words and (mode.ablation or name == "best")
+        ours = ABLATIONS in words and (mode.ablation or name == OURS)
         return not words or name == "fp32" or ours or any(word in name.lower() for word in words)
 
     return {name: mode for name, mode in MODES.items() if chosen(name, mode)}

@@ -20,6 +20,7 @@ DASHES = {"GPipe": "--", "our stage": ":"}  # a variant has its family's colour
 
 
 def draw(result: dict[str, Any], path: str | Path) -> None:
+    """Draw `result`, the document of `thinwire bench pipeline`, to `path`."""
     figure = Figure(figsize=(17.0, 6.2), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     names = [n for n in dict.fromkeys(row["mode"] for row in result["time"]) if not MODES[n].ablation]
@@ -48,7 +49,8 @@ def _style(name: str, families: list[str]) -> dict[str, Any]:
 
 
 def seconds(result: dict[str, Any], name: str, rate: float, epochs: int) -> float | None:
-    """Of a run: the first epoch's steps are cold, the others' warm."""
+    """Of a run of `epochs` in mode `name` at `rate`: the first epoch's steps are cold, the others' warm. None: `result`
+    has no such row."""
     row = next((r for r in result["time"] if r["mode"] == name and r["rate"] == rate), None)
     if row is None:
         return None
@@ -58,7 +60,8 @@ def seconds(result: dict[str, Any], name: str, rate: float, epochs: int) -> floa
 
 
 def overtakes(result: dict[str, Any], name: str, rate: float) -> str:
-    """After how many epochs a mode with memory has made up for its cold epoch, against the best without."""
+    """After how many epochs at `rate` the mode `name`, if it has a memory, has made up for its cold epoch, against
+    STATELESS; "" where `result` does not say."""
     rows = {row["mode"]: row for row in result["time"] if row["rate"] == rate}
     rival = rows.get(STATELESS)
     if name not in rows or not MODES[name].per_sample or rival is None:
@@ -93,7 +96,7 @@ def _time_against_rate(axes: Axes, result: dict[str, Any], names: list[str], sty
         rows = sorted((r["rate"], r["warm"]) for r in result["time"] if r["mode"] == name and r["rate"])
         if rows:
             axes.plot(*zip(*[(rate / 1e6, s) for rate, s in rows]), marker="o", **style[name], label=name)
-    axes.set(xlabel="Mbit/s", ylabel="seconds a warm step", xscale="log", yscale="log", title="steady state")
+    axes.set(xlabel="Mbit/s", ylabel="seconds per warm step", xscale="log", yscale="log", title="steady state")
 
 
 def _speed_up(axes: Axes, result: dict[str, Any], names: list[str], style: Any, rate: float) -> None:

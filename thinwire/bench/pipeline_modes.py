@@ -24,6 +24,7 @@ class Mode:
 
     @property
     def per_sample(self) -> bool:
+        """Whether activations are remembered by sample, so that a first visit costs more."""
         memory = self.wire and self.wire.forward and self.wire.forward.memory
         return isinstance(memory, Memory) and memory.cold_start
 
@@ -36,7 +37,8 @@ def _direct(forward: Codec, backward: Codec) -> Wire:
     return Wire(forward=Link(forward), backward=Link(backward))
 
 
-BEST = Wire(forward=_aq(3, Quantize(8)), backward=Link(Quantize(3)))
+OURS = "ours 3/3"  # the links of preset max
+_OURS = Wire(forward=_aq(3, Quantize(8)), backward=Link(Quantize(3)))
 
 MODES: dict[str, Mode] = {
     "fp32": Mode(None, (32, 32)),
@@ -50,42 +52,44 @@ MODES: dict[str, Mode] = {
     "rotated 4/4": Mode(_direct(Rotated(Quantize(4)), Rotated(Quantize(4))), (4, 4)),
     "AQ 4/8": Mode(Wire(forward=_aq(4, None), backward=Link(Quantize(8))), (4, 8)),
     "AQ 3/6": Mode(Wire(forward=_aq(3, None), backward=Link(Quantize(6))), (3, 6)),
-    "best": Mode(BEST, (3, 3)),
-    "best, GPipe": Mode(BEST, (3, 3), "GPipe"),
+    OURS: Mode(_OURS, (3, 3)),
+    f"{OURS}, GPipe": Mode(_OURS, (3, 3), "GPipe"),
     "no delta": Mode(_direct(Quantize(3), Quantize(3)), (3, 3), ablation=True),
-    "no gate": Mode(Wire(forward=_aq(3, Quantize(8), gate=False), backward=BEST.backward), (3, 3), ablation=True),
-    "cold rotated 4": Mode(Wire(forward=_aq(3, Rotated(Quantize(4))), backward=BEST.backward), (3, 3), ablation=True),
-    "cold full": Mode(Wire(forward=_aq(3, None), backward=BEST.backward), (3, 3), ablation=True),
-    "backward 4 bits": Mode(Wire(forward=BEST.forward, backward=Link(Quantize(4))), (3, 4), ablation=True),
+    "no gate": Mode(Wire(forward=_aq(3, Quantize(8), gate=False), backward=_OURS.backward), (3, 3), ablation=True),
+    "cold rotated 4": Mode(Wire(forward=_aq(3, Rotated(Quantize(4))), backward=_OURS.backward), (3, 3), ablation=True),
+    "cold full": Mode(Wire(forward=_aq(3, None), backward=_OURS.backward), (3, 3), ablation=True),
+    "backward 4 bits": Mode(Wire(forward=_OURS.forward, backward=Link(Quantize(4))), (3, 4), ablation=True),
     "least squares": Mode(
-        Wire(forward=BEST.forward, backward=Link(Quantize(3, scale="mse"))), (3, 3), ablation=True
+        Wire(forward=_OURS.forward, backward=Link(Quantize(3, scale="mse"))), (3, 3), ablation=True
     ),
     "lazy error": Mode(
-        Wire(forward=BEST.forward, backward=Link(Quantize(3), ErrorFeedback())), (3, 3), ablation=True
+        Wire(forward=_OURS.forward, backward=Link(Quantize(3), ErrorFeedback())), (3, 3), ablation=True
     ),
-    "lazy by trial": Mode(Wire(forward=BEST.forward, backward=Link(Quantize(3), "auto")), (3, 3), ablation=True),
-    "centered": Mode(Wire(forward=BEST.forward, backward=Link(Centered(Quantize(3)))), (3, 3), ablation=True),
-    "low rank 16": Mode(Wire(forward=BEST.forward, backward=Link(LowRank(16))), (3, 6), ablation=True),
+    "lazy by trial": Mode(Wire(forward=_OURS.forward, backward=Link(Quantize(3), "auto")), (3, 3), ablation=True),
+    "centered": Mode(Wire(forward=_OURS.forward, backward=Link(Centered(Quantize(3)))), (3, 3), ablation=True),
+    "low rank 16": Mode(Wire(forward=_OURS.forward, backward=Link(LowRank(16))), (3, 6), ablation=True),
     "low rank 16, lazy": Mode(
-        Wire(forward=BEST.forward, backward=Link(LowRank(16), ErrorFeedback())), (3, 6), ablation=True
+        Wire(forward=_OURS.forward, backward=Link(LowRank(16), ErrorFeedback())), (3, 6), ablation=True
     ),
     "low rank 16, trial": Mode(
-        Wire(forward=BEST.forward, backward=Link(LowRank(16), "auto")), (3, 6), ablation=True
+        Wire(forward=_OURS.forward, backward=Link(LowRank(16), "auto")), (3, 6), ablation=True
     ),
     "low rank 16, centered": Mode(
-        Wire(forward=BEST.forward, backward=Link(Centered(LowRank(16)))), (3, 6), ablation=True
+        Wire(forward=_OURS.forward, backward=Link(Centered(LowRank(16)))), (3, 6), ablation=True
     ),
     "epilogue": Mode(
-        Wire(forward=BEST.forward, backward=Link(Quantize(3), when="epilogue")), (3, 3), ablation=True
+        Wire(forward=_OURS.forward, backward=Link(Quantize(3), when="epilogue")), (3, 3), ablation=True
     ),
     "critical": Mode(
-        Wire(forward=BEST.forward, backward=Link(Quantize(3), when="critical")), (3, 3), ablation=True
+        Wire(forward=_OURS.forward, backward=Link(Quantize(3), when="critical")), (3, 3), ablation=True
     ),
 }  # fmt: skip
 
 
 def predicted_bytes(mode: Mode, rows: int, length: int, width: int, warm: bool) -> tuple[int, int]:
-    """(forward, backward) bytes of one micro-batch's frames over one boundary; every message compressed."""
+    """(forward, backward) bytes of one micro-batch's frames over one boundary; every message compressed.
+
+    `mode`: how. `rows`, `length`, `width`: of the micro-batch's activations. `warm`: its samples are remembered."""
     shape = (rows, length, width)
     if mode.wire is None:
         raw = 4 * rows * length * width

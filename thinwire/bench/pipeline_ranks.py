@@ -1,4 +1,4 @@
-"""What every rank of `thinwire bench pipeline` runs: a small GPT on bytes of Python's own library, one stage a rank."""
+"""What every rank of `thinwire bench pipeline` runs: a small GPT on bytes of Python's library, one stage per rank."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """What the block makes of `x`."""
         rows, length, width = x.shape
         q, k, v = self.heads(self.first(x)).view(rows, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -53,11 +54,12 @@ class Embed(nn.Module):
         self.bytes, self.place = nn.Embedding(VOCABULARY, width), nn.Parameter(0.02 * torch.randn(length, width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """The vectors of `x`, with their places."""
         return self.bytes(x) + self.place[: x.shape[1]]
 
 
 def stages_of(setup: Setup) -> list[nn.Module]:
-    """The model, cut; its weights follow from the seed."""
+    """The model of `setup`, cut; its weights follow from the seed."""
     with torch.random.fork_rng():
         torch.manual_seed(derive("bench pipeline", setup.seed) % 2**32)
         out: list[nn.Module] = []
@@ -71,11 +73,13 @@ def stages_of(setup: Setup) -> list[nn.Module]:
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy of `output`, float[…, VOCABULARY], where `target` is right."""
     return nn.functional.cross_entropy(output.reshape(-1, VOCABULARY), target.reshape(-1))
 
 
 def text(setup: Setup) -> tuple[Tensor, Tensor, Tensor]:
-    """Bytes of the standard library's modules, three disjoint parts: pre-training, fine-tuning, held out."""
+    """Bytes of the standard library's modules as `setup` wants them, three disjoint parts: pre-training, fine-tuning,
+    held out."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     need = (setup.samples + setup.held_out) * (setup.length + 1)
     data = bytearray()
@@ -90,7 +94,8 @@ def text(setup: Setup) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pretrain(setup: Setup, path: str) -> float:
-    """Train the whole model in one process and save its stages' weights; returns the held-out loss."""
+    """Train the whole model of `setup` in one process and save its stages' weights to `path`; returns the held-out
+    loss."""
     modules, (before, _, held_out) = stages_of(setup), text(setup)
     model = nn.Sequential(*modules)
     optimiser = torch.optim.AdamW(model.parameters(), lr=4 * setup.rate)
@@ -106,7 +111,7 @@ def pretrain(setup: Setup, path: str) -> float:
 
 
 class Rank:
-    """This rank's stage under a mode, with the pre-trained weights."""
+    """This rank's stage under `mode`, as `setup` says, with the pre-trained `weights` (a file; "": as drawn)."""
 
     def __init__(self, mode: Mode, setup: Setup, weights: str) -> None:
         numba.config.NUMBA_NUM_THREADS = torch.get_num_threads()  # type: ignore[attr-defined]
@@ -128,6 +133,7 @@ class Rank:
         self.optimiser = torch.optim.AdamW(module.parameters(), lr=setup.rate)
 
     def step(self, ids: list[int], rows: Tensor) -> None:
+        """Train on `rows`, whose samples are `ids`."""
         self.optimiser.zero_grad()
         if self.pipe is None:
             self._torch(rows)
@@ -142,7 +148,7 @@ class Rank:
         self.schedule.step(*inputs, target=rows[:, 1:] if self.last else None)
 
     def held_out_loss(self, rows: Tensor) -> float:
-        """Uncompressed; on every rank."""
+        """Of `rows`, uncompressed; on every rank."""
         inputs = (rows[:, :-1],) if self.first else ()
         with torch.no_grad():
             answer = self.schedule.eval(*inputs, target=rows[:, 1:] if self.last else None)
@@ -151,6 +157,7 @@ class Rank:
         return float(loss)
 
     def counts(self) -> dict[str, int]:
+        """What this rank has sent and met so far."""
         if self.pipe is None:
             return {"forward": 0, "backward": 0, "cold": 0, "warm": 0, "skips": 0}
         s = self.pipe.stats
@@ -164,7 +171,8 @@ class Rank:
 
 
 def train(mode: Mode, setup: Setup, weights: str) -> dict[str, Any]:
-    """Fine-tune; held-out loss after each epoch, and what was sent in each."""
+    """Fine-tune in `mode` as `setup` says, from the file `weights`; held-out loss after each epoch, and what was sent
+    in each."""
     rank, (_, samples, held_out) = Rank(mode, setup, weights), text(setup)
     losses, epochs = [rank.held_out_loss(held_out)], []
     for epoch in range(setup.epochs):
@@ -179,8 +187,8 @@ def train(mode: Mode, setup: Setup, weights: str) -> dict[str, Any]:
 
 
 def time_steps(mode: Mode, setup: Setup, steps: int) -> dict[str, Any]:
-    """Seconds of `steps` cold steps (every sample new; where samples are remembered), then of as many warm ones; one of
-    each kind before, not counted."""
+    """Seconds of `steps` cold steps in `mode` (every sample new; where samples are remembered), then of as many warm
+    ones, as `setup` says; one of each kind before, not counted."""
     rank, (_, samples, _) = Rank(mode, setup, ""), text(setup)
     seconds: dict[str, list[float]] = {"cold": [], "warm": []}
     for _ in range(2 if mode.per_sample else 1):

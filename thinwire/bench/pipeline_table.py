@@ -24,19 +24,21 @@ BYTES_CAPTION = (
 
 
 def show(result: dict[str, Any], names: list[str]) -> None:
+    """Print the tables of `result`, the document of the bench, for the modes `names`."""
     if result["loss"]:
         cells = [(name, *cell) for name in names if (cell := loss_cells(result, name))]
         table("held-out loss, evaluated uncompressed", LOSS, cells, LOSS_CAPTION)
     if result["time"]:
         rows = sorted(result["time"], key=lambda row: -(row["rate"] or 1e99))
-        table("seconds a step", COLUMNS, [_time_cells(result, row) for row in rows], CAPTION)
+        table("seconds per step", COLUMNS, [_time_cells(result, row) for row in rows], CAPTION)
         table("bytes", BYTES, [_byte_cells(row) for row in rows if "counted" in row], BYTES_CAPTION)
         for line in stands_for(result):
             print(line)
 
 
 def loss_cells(result: dict[str, Any], name: str) -> tuple[Any, ...] | None:
-    """(seeds, loss, relative difference to fp32, half its confidence interval, each seed's, share of warm visits)."""
+    """Of mode `name` in `result`: (seeds, loss, relative difference to fp32, half its confidence interval, each seed's,
+    share of warm visits)."""
     rows = [row for row in result["loss"] if row["mode"] == name]
     base = {row["seed"]: row["losses"][-1] for row in result["loss"] if row["mode"] == "fp32"}
     if not rows:
@@ -66,16 +68,16 @@ def _byte_cells(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["mode"], show_bytes(row["predicted"]), framed, show_bytes(row["counted"])
 
 
-REAL = (1600, 12, 1024)  # width, layers a stage and length: GPT2-XL in four stages
+REAL = (1600, 12, 1024)  # width, layers per stage and length: GPT2-XL in four stages
 REAL_FLOPS = {"a GPU of 100 TFLOP/s (an A100's half)": 1e14, "one of 25 TFLOP/s (a good home GPU)": 2.5e13}
 
 
 def stands_for(result: dict[str, Any]) -> list[str]:
-    """A line a rate: exposed wire over the rest of the fp32 step, and where GPT2-XL would meet that ratio.
+    """One line per rate in `result`: exposed wire over the rest of the fp32 step, and where GPT2-XL would meet that
+    ratio.
 
     The same schedule exposes the same share of a boundary's bits, so bits and seconds scale to the real model's: 32
-    bits a value, 72·layers·width² operations a token, forward and backward, over the pipeline's filling as well.
-    """
+    bits per value, 72·layers·width² operations per token, forward and backward, over the pipeline's filling as well."""
     if "exposed_bits" not in result:
         return []
     setup, lines = result["setup"], []
@@ -97,7 +99,8 @@ def stands_for(result: dict[str, Any]) -> list[str]:
 
 
 def ideal(result: dict[str, Any], row: dict[str, Any]) -> float | None:
-    """The speed-up that compression of the wire's share of the fp32 step to bits/32 would give."""
+    """The speed-up that compression of the wire's share of the fp32 step to bits/32 would give; `row`: of the times in
+    `result`."""
     free, slow = _warm(result, "fp32", None), _warm(result, "fp32", row["rate"])
     if free is None or slow is None or row["rate"] is None:
         return None
@@ -110,6 +113,7 @@ def _warm(result: dict[str, Any], name: str, rate: float | None) -> float | None
 
 
 def summed(counts: Any) -> dict[str, int]:
+    """The sum of `counts`, dictionaries of numbers, key by key."""
     out: dict[str, int] = {}
     for one in counts:
         for name, count in one.items():

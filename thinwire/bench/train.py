@@ -46,6 +46,7 @@ DOCUMENT: dict[str, dict[str, Any]] = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of `thinwire bench train`."""
     parser.description = __doc__
     parser.add_argument(
         "--wires", default=",".join(WIRES), help=f"presets, the first is the baseline ({','.join(WIRES)})"
@@ -56,10 +57,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", default="all", choices=PARTS, help="what to measure (default all)")
     parser.add_argument("--resume", action="store_true", help="keep the rows of the --json file and do what is missing")
     parser.add_argument("--json", metavar="PATH", help="results, written as they come")
-    parser.add_argument("--figure", metavar="PATH", help="held-out loss against time, a panel a share")
+    parser.add_argument("--figure", metavar="PATH", help="held-out loss against time, one panel per share")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Carry out `thinwire bench train` as `args` says; the exit status."""
     wires, shares = chosen("--wires", args.wires, PRESETS), _shares(args.shares)
     check_counts(args)
     check_training()
@@ -94,6 +96,10 @@ def _shares(given: str) -> list[float]:
 
 
 class Bench:
+    """Gathers rows; `result` is what is written.
+
+    `folder`: of the runs. `args`: the command's."""
+
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.folder, self.args = folder, args
         check_folder(folder, "pretrain")
@@ -112,21 +118,24 @@ class Bench:
         self.result |= {kind: before[kind] for kind in ("loss", "time")}
 
     def keep(self, kind: str, row: dict[str, Any]) -> None:
+        """Add a `row` of that `kind` ("loss", "time"), and write all of them."""
         self.result[kind].append(row)
         write_json(self.args.json, self.result)
 
     def known(self, kind: str, **values: Any) -> dict[str, Any] | None:
-        """The row of these values that was measured before."""
+        """The row of that `kind` with these `values`, if it was measured before."""
         return next((row for row in self.result[kind] if all(row.get(n) == v for n, v in values.items())), None)
 
     def losses(self, network: Network, model: Path, wires: list[str]) -> None:
+        """Fine-tune `model` on `network` with every one of `wires` and every seed, unless that was done before."""
         for seed in range(self.args.seeds):
             for wire in wires:
                 if self.known("loss", wire=wire, seed=seed) is None:
                     self.keep("loss", self.train(network, model, wire, seed))
 
     def times(self, network: Network, model: Path, wires: list[str], shares: list[float]) -> None:
-        """Of the first wire unshaped, then of all at the rate of each share."""
+        """Seconds of a step of `model` on `network`: of the first of `wires` unshaped, then of all at the rate of each
+        of `shares`."""
         if self.known("time", share=None) is None:
             self.keep("time", {"share": None, **self.time(network, model, wires[0], None)})
         plain = self.known("time", share=None)
@@ -139,7 +148,7 @@ class Bench:
                     self.keep("time", {"share": share, **self.time(network, model, wire, rate)})
 
     def pretrain(self, network: Network) -> Path:
-        """A model that knows some Python: bytes of the library, uncompressed."""
+        """A model that knows some Python, trained on `network`: bytes of the library, uncompressed. Its folder."""
         model = self.folder / "pretrain" / "model"
         if not (self.args.resume and model.exists()):
             config = self._config(
@@ -150,7 +159,8 @@ class Bench:
         return model
 
     def train(self, network: Network, model: Path, wire: str, seed: int) -> dict[str, Any]:
-        """Fine-tune unshaped: held-out loss by step, bytes by step."""
+        """Fine-tune `model` over `wire` on an unshaped `network`, its data in the order of `seed`: held-out loss by
+        step, bytes by step."""
         optim = {"epochs": self.args.epochs, "lr": self.args.lr}
         data = {"samples": windows(self.args.samples, DOCUMENT["data"]["held_out"])}
         config = self._config(f"{wire}-{seed}", wire, seed, data, optim, model)
@@ -162,7 +172,8 @@ class Bench:
                 "steps_per_epoch": steps // self.args.epochs, "skips": last["skips"]}  # fmt: skip
 
     def time(self, network: Network, model: Path, wire: str, rate: float | None) -> dict[str, Any]:
-        """Seconds of a cold and of a warm step at that rate (None: unshaped)."""
+        """Seconds of a cold and of a warm step of `model` over `wire` on `network`, whose links have that `rate` (None:
+        unshaped)."""
         plain = wire in ("off", "bf16")
         steps = TIMED_BATCHES if plain else 2 * TIMED_BATCHES
         data = {"samples": TIMED_BATCHES * DOCUMENT["optim"]["batch"], "held_out": 0.0}
@@ -178,7 +189,8 @@ class Bench:
         return {"wire": wire, "rate": rate, "cold": cold, "warm": warm}
 
     def rate_for(self, network: Network, model: Path, wire: str, unshaped: float, share: float) -> float:
-        """The rate at which the wire takes that share of a plain step: guessed from a timed one, twice."""
+        """The rate at which `wire` takes that `share` of a plain step of `model` on `network`, which lasts `unshaped`
+        seconds without a limit: guessed from a timed one, twice."""
         rate = 50e6
         for _ in range(2):
             shaped = self.time(network, model, wire, rate)["warm"]
@@ -209,7 +221,8 @@ def reached(curve: list[tuple[float, float]], loss: float) -> float:
 
 
 def summary(result: dict[str, Any], wires: list[str], shares: list[float]) -> list[dict[str, Any]]:
-    """A row per share and wire: speed-up to the loss that both it and the baseline reach, mean over the seeds."""
+    """One row per share and wire of `result`: speed-up to the loss that both it and the baseline reach, mean over the
+    seeds. `wires`: their names, the baselines first. `shares`: of the wire in a step."""
     rows = []
     for share in shares:
         times = {t["wire"]: t for t in result["time"] if t["share"] == share}

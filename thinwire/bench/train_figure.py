@@ -1,4 +1,4 @@
-"""Held-out loss against wall-clock for every wire of `thinwire bench train`, a panel a share of the wire."""
+"""Held-out loss against wall-clock for every wire of `thinwire bench train`, one panel per share of the wire."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 
 def draw(result: dict[str, Any], wires: list[str], shares: list[float], path: str) -> None:
+    """Draw `result`, the document of `thinwire bench train`, to `path`: one panel per share in `shares`, in it all
+    `wires`."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("Agg")
@@ -31,6 +33,7 @@ def draw(result: dict[str, Any], wires: list[str], shares: list[float], path: st
 
 
 def curve_of(loss: dict[str, Any], time: dict[str, Any]) -> list[tuple[float, float]]:
-    """Held-out loss against seconds: the first epoch's steps are cold, the others warm."""
+    """Held-out loss against seconds, of a row `loss` and its `time` per step: the first epoch's steps are cold, the
+    others warm."""
     first = loss["steps_per_epoch"]
     return [(min(s, first) * time["cold"] + max(0, s - first) * time["warm"], value) for s, value in loss["evals"]]

@@ -28,11 +28,13 @@ from thinwire.torch_private.versions import RANGE, REQUIREMENT, is_tried
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of `thinwire doctor`."""
     parser.add_argument("--json", metavar="PATH", help="write the findings to PATH")
     doctor_peers.configure(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Carry out `thinwire doctor` as `args` says; the exit status."""
     if args.peers or args.listen:
         return doctor_peers.run(args)
     findings: list[Finding] = []
@@ -48,12 +50,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_python() -> list[Finding]:
+    """The version of Python."""
     ok = sys.version_info >= (3, 11)
     remedy = "" if ok else "install Python 3.11 or later"
     return [Finding("python", ok, f"{platform.python_version()}, {os.cpu_count()} cores", remedy, needed=True)]
 
 
 def check_torch() -> list[Finding]:
+    """The version of torch, its backends, and a GPU."""
     import torch
     import torch.distributed as dist
 
@@ -98,6 +102,7 @@ def check_gloo() -> list[Finding]:
 
 
 def check_numba() -> list[Finding]:
+    """A compiled kernel beside its reference, bit for bit."""
     try:
         import numba
         import torch
@@ -117,6 +122,7 @@ def check_numba() -> list[Finding]:
 
 
 def check_triton() -> list[Finding]:
+    """Whether Triton is there, and for what."""
     import torch
 
     try:
@@ -128,6 +134,7 @@ def check_triton() -> list[Finding]:
 
 
 def check_train() -> list[Finding]:
+    """What `thinwire train` needs."""
     lacking = missing(MODELS + ADAPTERS)
     detail = f"{', '.join(lacking)} not installed" if lacking else "transformers, safetensors, peft"
     todo = f"for `thinwire train` and `thinwire demo` only: {remedy('train')}" if lacking else ""

@@ -42,6 +42,7 @@ def _ipv4(name: str) -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
+    """The interface that has `address`; None where none is known to."""
     return next((name for name, addresses in interfaces().items() if address in addresses), None)
 
 
@@ -86,7 +87,7 @@ def _usable(address: str) -> bool:
 
 
 def path_mtu(peer: socket.socket) -> int | None:
-    """The largest packet for this connection's path, as far as the kernel knows (Linux only)."""
+    """The largest packet for the path of the connection `peer`, as far as the kernel knows (Linux only)."""
     if sys.platform != "linux":
         return None
     level, option = (socket.IPPROTO_IPV6, _IPV6_MTU) if peer.family == socket.AF_INET6 else (socket.IPPROTO_IP, _IP_MTU)

@@ -4,7 +4,7 @@
     machine b$ thinwire doctor --peers a
 
 Measured: reachability, round trip, rate each way, path MTU, clocks, random ports both ways (Gloo connects every rank
-with every other on ports that the kernel picks), and which address Gloo would choose. At most 8 MB each way a peer.
+with every other on ports that the kernel picks), and which address Gloo would choose. At most 8 MB each way per peer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Peer:
     interface: str | None = None
     seen_as: str = ""  # our address as the peer sees it
     round_trip: float | None = None  # seconds
-    download: float | None = None  # bits a second from the peer
+    download: float | None = None  # bits per second from the peer
     upload: float | None = None
     mtu: int | None = None
     clock: float | None = None  # seconds by which its clock is ahead
@@ -48,10 +48,12 @@ class Peer:
 
     @property
     def ok(self) -> bool:
+        """Whether ranks can work with it."""
         return not self.problem
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of `thinwire doctor` that are about other machines."""
     parser.add_argument("--peers", nargs="+", metavar="HOST[:PORT]", help="measure the way to machines that --listen")
     parser.add_argument(
         "--listen", nargs="?", const=PORT, metavar="PORT", help=f"answer --peers, on {PORT} unless told"
@@ -61,6 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Listen or measure, as `args` says; the exit status."""
     if args.peers and args.listen:
         raise UsageError("--peers and --listen: one machine listens, the other measures")
     source = address_of(args.interface) if args.interface else ""
@@ -110,13 +113,14 @@ def _measure(args: argparse.Namespace, source: str) -> int:
 
 
 def read_port(text: str) -> int:
+    """The port in `text`; a mistake where ranks could not use it."""
     if not text.isdecimal() or not 1024 <= int(text) < 65536:
         raise UsageError(f"port {text!r}: allowed is 1024 to 65535")
     return int(text)
 
 
 def read_place(text: str) -> tuple[str, int]:
-    """host, host:port, an IPv6 address, or [address]:port."""
+    """(host, port) in `text`: host, host:port, an IPv6 address, or [address]:port."""
     match = re.fullmatch(r"\[(?P<v6>[^\]]+)\](?::(?P<p6>.*))?|(?P<host>[^:\[\]]+)(?::(?P<port>.*))?", text)
     if match is None and text.count(":") > 1 and "[" not in text:
         return text, int(PORT)
@@ -127,7 +131,8 @@ def read_place(text: str) -> tuple[str, int]:
 
 
 def examine(host: str, port: int, source: str = "") -> Peer:
-    """Everything about one peer; what fails says what to do."""
+    """Everything about the peer at `host` and `port`, asked from the address `source` ("": any); what fails says what
+    to do."""
     name = f"{host}:{port}"
     try:
         with probe.reach((host, port), source) as first:
@@ -208,7 +213,8 @@ def diagnose(peer: Peer) -> tuple[str, str]:
 
 
 def gloo_advice(peers: list[Peer], address: str, why: str) -> str:
-    """Which address Gloo would listen on, and the variable to set where it is not the one that reaches the peers."""
+    """Whether `address`, on which Gloo would listen (and `why`), is the one that reaches `peers`, and the variable to
+    set where it is not."""
     ways = list(dict.fromkeys((p.local, p.interface) for p in peers if p.local))
     choice = f"Gloo would listen on {address or 'nothing'} ({why})"
     if not ways:
@@ -222,6 +228,7 @@ def gloo_advice(peers: list[Peer], address: str, why: str) -> str:
 
 
 def verdict(peer: Peer) -> str:
+    """One line about `peer`: what to expect of it, or what to do."""
     if not peer.ok:
         return f"{peer.name}: NOT READY: {peer.problem}. What to do: {peer.remedy}"
     rate = min(r for r in (peer.download, peer.upload) if r is not None)

@@ -1,4 +1,4 @@
-"""The wire of `thinwire doctor --listen` and `--peers`: one connection a question, bounded in time and bytes.
+"""The wire of `thinwire doctor --listen` and `--peers`: one connection per question, bounded in time and bytes.
 
 A connection begins with one line of JSON, {"thinwire": 1, "do": …}. Then, by what it asks for:
     hello     ← {"address": the asker's as seen here, "time": this clock}
@@ -12,12 +12,14 @@ The listener sends nothing but to who asked it, and connects to nobody else.
 
 from __future__ import annotations
 
+import errno
 import json
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -39,11 +41,12 @@ Answer = dict[str, Any]
 
 
 def say(peer: socket.socket, answer: Answer) -> None:
+    """Send `answer` to `peer` as one line of JSON."""
     peer.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def hear(peer: socket.socket) -> Answer:
-    """One line of JSON, read byte by byte: what follows it is not ours."""
+    """One line of JSON from `peer`, read byte by byte: what follows it is not ours."""
     line = b""
     while not line.endswith(b"\n"):
         byte = peer.recv(1)
@@ -60,7 +63,7 @@ def hear(peer: socket.socket) -> Answer:
 
 
 def count(peer: socket.socket) -> float | None:
-    """Bits a second that arrive, for LONGEST at most; None where nothing came that could be timed."""
+    """Bits per second that arrive from `peer`, for LONGEST at most; None where nothing came that could be timed."""
     marks = [(time.perf_counter(), 0)]
     until, total = marks[0][0] + LONGEST + PATIENCE, 0
     buffer = bytearray(1 << 18)
@@ -87,7 +90,7 @@ def _speed(marks: list[tuple[float, int]]) -> float | None:
 
 
 def pour(peer: socket.socket) -> None:
-    """Send until the other side speaks or closes, MOST bytes and a few seconds at most."""
+    """Send to `peer` until it speaks or closes, MOST bytes and a few seconds at most."""
     left, until = MOST, time.perf_counter() + LONGEST + PATIENCE
     while left > 0 and time.perf_counter() < until:
         readable, writable, _ = select.select([peer], [peer], [], 1.0)
@@ -98,12 +101,13 @@ def pour(peer: socket.socket) -> None:
 
 
 def drop(peer: socket.socket) -> None:
-    """Close so that what still waits to be sent is thrown away."""
+    """Close the connection `peer` so that what still waits to be sent is thrown away."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     peer.close()
 
 
 def reach(address: tuple[str, int], source: str = "") -> socket.socket:
+    """A connection to `address`, from the address `source` ("": any)."""
     peer = socket.create_connection(address, PATIENCE, (source, 0) if source else None)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return peer
@@ -113,11 +117,13 @@ def reach(address: tuple[str, int], source: str = "") -> socket.socket:
 
 
 def ask(peer: socket.socket, what: str) -> Answer:
+    """Ask `peer` for `what`; its answer."""
     say(peer, {"thinwire": VERSION, "do": what})
     return hear(peer)
 
 
 def round_trip(peer: socket.socket) -> float:
+    """Seconds to `peer` and back, the median of PINGS."""
     say(peer, {"thinwire": VERSION, "do": "ping"})
     times = []
     for _ in range(PINGS):
@@ -130,6 +136,7 @@ def round_trip(peer: socket.socket) -> float:
 
 
 def download(peer: socket.socket) -> float | None:
+    """Bits per second from `peer`; None: could not be timed."""
     say(peer, {"thinwire": VERSION, "do": "download"})
     rate = count(peer)
     drop(peer)
@@ -137,6 +144,7 @@ def download(peer: socket.socket) -> float | None:
 
 
 def upload(peer: socket.socket) -> float | None:
+    """Bits per second to `peer`, as it counts them; None: could not be timed."""
     say(peer, {"thinwire": VERSION, "do": "upload"})
     pour(peer)
     peer.settimeout(LONGEST + 2 * PATIENCE)
@@ -146,7 +154,7 @@ def upload(peer: socket.socket) -> float | None:
 
 
 def port_there(peer: socket.socket) -> bool:
-    """A random port of the peer: Gloo's ranks listen on such."""
+    """Whether a random port of `peer` can be reached: Gloo's ranks listen on such."""
     port = ask(peer, "port").get("port")
     try:
         reach((peer.getpeername()[0], int(port or 0)), peer.getsockname()[0]).close()
@@ -157,7 +165,7 @@ def port_there(peer: socket.socket) -> bool:
 
 
 def port_here(peer: socket.socket) -> bool:
-    """A random port of ours, tried by the peer."""
+    """Whether `peer` can reach a random port of ours."""
     with socket.create_server((peer.getsockname()[0], 0), family=peer.family) as server:
         say(peer, {"thinwire": VERSION, "do": "back"})
         say(peer, {"port": server.getsockname()[1]})
@@ -169,7 +177,8 @@ def port_here(peer: socket.socket) -> bool:
 
 
 def serve(server: socket.socket, until: float, heard: Callable[[str, str], None]) -> int:
-    """Answer one connection after another until the monotonic clock says `until`; how many were ours."""
+    """Answer one connection to `server` after another until the monotonic clock says `until`; how many were ours.
+    `heard` is called with who asked, and for what."""
     answered = 0
     while (left := until - time.monotonic()) > 0:
         server.settimeout(left)
@@ -189,7 +198,7 @@ def serve(server: socket.socket, until: float, heard: Callable[[str, str], None]
 
 
 def plain(address: str) -> str:
-    """::ffff:10.0.0.1, as a socket for both protocols shows it, is 10.0.0.1."""
+    """`address` without what a socket for both protocols adds: ::ffff:10.0.0.1 is 10.0.0.1."""
     return address.removeprefix("::ffff:") if "." in address else address.split("%")[0]
 
 
@@ -215,21 +224,29 @@ def _ping(peer: socket.socket, address: str) -> None:
 
 
 def _download(peer: socket.socket, address: str) -> None:
-    try:
+    with _may_hang_up():
         pour(peer)
         peer.shutdown(socket.SHUT_WR)
         peer.recv(1)
-    except ConnectionError:  # the asker has seen enough
-        return
 
 
 def _upload(peer: socket.socket, address: str) -> None:
     say(peer, {"rate": count(peer)})
-    try:
+    with _may_hang_up():
         while peer.recv(1 << 16):  # what is on its way, so that our answer is not cut off
             pass
+
+
+@contextmanager
+def _may_hang_up() -> Iterator[None]:
+    """The asker drops the connection when it has measured enough; that ends an answer, and is no failure of it."""
+    try:
+        yield
     except ConnectionError:
         return
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:  # shutdown after the asker's reset has arrived
+            raise
 
 
 def _port(peer: socket.socket, address: str) -> None:

@@ -26,6 +26,7 @@ DEFAULT = "out/report/page.html"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of `thinwire report`."""
     parser.epilog = EXAMPLES
     parser.add_argument("runs", nargs="*", metavar="RUN", help="folders that `thinwire train` wrote")
     parser.add_argument("--out", metavar="PAGE.html", default=DEFAULT, help="the page (%(default)s)")
@@ -34,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Read the runs that `args` names and write the page; the exit status."""
     if not args.runs:
         raise UsageError("no run given: thinwire report RUN, the folder that `thinwire train` wrote")
     out = Path(args.out)
@@ -49,13 +51,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report(runs: Sequence[Run], out: Path, rate: str | None = None) -> dict[str, Any]:
-    """Write the page and its figures, print the table; the numbers as a document."""
-    from thinwire.report import page
+    """Write the page and its figures, print the table; the numbers as a document.
+
+    `runs`: the first is what the others are compared with. `out`: the page's file; figures go beside it. `rate`: of the
+    network, such as 100mbit, for runs that did not record it."""
+    from thinwire.report import page, sections
 
     summary = summarise(runs)
-    with progress("report", len(page.SECTIONS) + len(runs)) as advance:
-        drawn = page.draw(runs, summary)
-        advance("figures", len(page.SECTIONS))
+    with progress("report", len(sections.SECTIONS) + len(runs)) as advance:
+        drawn = sections.draw(runs, summary)
+        advance("figures", len(sections.SECTIONS))
         timelines, steps = [], []
         for at, one in enumerate(runs):
             entry, step = _timeline(one, rate, f"timeline-{at + 1}", drawn)
@@ -63,7 +68,7 @@ def report(runs: Sequence[Run], out: Path, rate: str | None = None) -> dict[str,
             steps.append(step)
             advance(f"simulated {one.name}", 1)
     pictures = {name: page.png(figure) for name, figure in drawn.items()}
-    text = page.page(runs, summary, pictures, timelines)
+    text = page.page(runs, summary, pictures, sections.captions(runs, drawn), timelines)
     _write({out: text.encode()} | {out.with_name(f"{out.stem}-{name}.png"): data for name, data in pictures.items()})
     _show(summary)
     return _document(summary, steps)
@@ -79,11 +84,11 @@ def _timeline(
         return ("", run.name, f"No timeline: {error}."), {"why_not": str(error)}
     from thinwire.planner import figures
 
-    drawn[name] = figures.timeline(result, f"{run.name}: {result.makespan:.3g} s a step")
+    drawn[name] = figures.timeline(result, f"{run.name}: {result.makespan:.3g} s per step")
     spent = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in result.spent.items())
     words = (
-        f"One pipeline, a band a rank: above what it computes, below what its port sends; outlined in black what the "
-        f"step waits for ({spent}). The network is the simulator's, at the run's rate; how long computing takes is "
+        f"One pipeline, one band per rank: above what it computes, below what its port sends. Outlined in black: what "
+        f"the step waits for ({spent}). The network is the simulator's, at the run's rate; how long computing takes is "
         f"fitted so that the step lasts the measured {result.makespan:.3g} s."
     )
     return (name, run.name, words), {"step_s": result.makespan, "critical_path_s": result.spent, "idle": result.bubble}

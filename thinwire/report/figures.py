@@ -1,4 +1,7 @@
-"""The report's figures: one function each, every run in the same colour throughout. None: nothing to draw."""
+"""The report's figures: one function each, every run in the same colour throughout.
+
+Each takes the `runs` to draw, and the `summary` of their numbers; None: they have nothing to draw.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ SIZE = (6.6, 4.0)  # inches
 STYLES = ("-", "--", "-.", ":")  # repeat the difference between runs for those who see no colours
 DECADES = 50  # a logarithmic axis shorter than this ratio gets labels in between
 SMOOTH = 40  # points that a noisy series keeps
+THIN = 0.6  # width of a line through every step, where a smoothed one is drawn over it
 
 Draw = Callable[[Sequence[Run], Summary], Figure | None]
 
@@ -51,7 +55,7 @@ def _held_out(runs: Sequence[Run], summary: Summary, across: str, label: str) ->
     curves = [entry for entry in curves if entry[2]]
     if not curves:
         return None
-    figure, axes = _panel(label, "held-out loss in nats a token")
+    figure, axes = _panel(label, "held-out loss in nats per token")
     for at, run, curve in curves:
         axes.plot(*zip(*curve), label=run.name, marker=MARKS[at % len(MARKS)], markersize=4, **_look(at))
         if len(runs) > 1 and summary.target is not None:
@@ -69,13 +73,13 @@ def _ring(axes: Axes, curve: Sequence[Point], target: float, colour: str) -> Non
 
 
 def training(runs: Sequence[Run], summary: Summary) -> Figure | None:
-    """Training loss a step: thin as measured, thick its running mean."""
-    return _steps(runs, ("loss",), "training loss in nats a token", fmean)
+    """Training loss per step; a long series thin as measured, thick its running mean."""
+    return _steps(runs, ("loss",), "training loss in nats per token", fmean)
 
 
 def step_time(runs: Sequence[Run], summary: Summary) -> Figure | None:
-    """Seconds a step and, below, how many of them the gradient exchange was waited for."""
-    panels = [("step_seconds", "a step in seconds"), ("wait_seconds", "of these waiting\nfor gradients, seconds")]
+    """Seconds per step and, below, how many of them the gradient exchange was waited for."""
+    panels = [("step_seconds", "seconds per step"), ("wait_seconds", "of these waiting\nfor gradients, seconds")]
     panels = [panel for panel in panels if any(run.series(panel[0]) for run in runs)]
     if not panels:
         return None
@@ -96,8 +100,8 @@ def _top(values: Sequence[float]) -> float | None:
 
 
 def hit_rate(runs: Sequence[Run], summary: Summary) -> Figure | None:
-    """Share of samples whose last activation both ends remember."""
-    figure = _steps(runs, ("hit_rate",), "samples sent as a change, of all sent", fmean)
+    """Share of a step's samples whose last activation both ends remember."""
+    figure = _steps(runs, ("hit_rate",), "samples sent as a change, of the step's", fmean)
     if figure is not None:
         figure.axes[0].set_ylim(-0.03, 1.03)
         figure.axes[0].yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -105,7 +109,7 @@ def hit_rate(runs: Sequence[Run], summary: Summary) -> Figure | None:
 
 
 def errors(runs: Sequence[Run], summary: Summary) -> Figure | None:
-    """Relative error of what arrived, a panel a channel."""
+    """Relative error of what arrived, one panel per channel."""
     kinds = [k for k in CHANNELS if any(y > 0 for run in runs for _, y in run.series("errors", k))]
     if not kinds:
         return None
@@ -180,17 +184,28 @@ def _lines(
     axes: Axes, runs: Sequence[Run], keys: tuple[str, ...], middle: Callable[[list[float]], float],
     positive: bool = False,
 ) -> None:  # fmt: skip
-    """A curve a run that has points; `positive`: of those that a logarithmic axis can show."""
+    """One curve per run that has points; `positive`: of those that a logarithmic axis can show."""
     for at, run in enumerate(runs):
         points = [point for point in run.series(*keys) if point[1] > 0 or not positive]
+        if _reach(points):
+            axes.plot(*zip(*points), color=RUNS[at % len(RUNS)], linewidth=THIN, alpha=0.35)
         if points:
-            axes.plot(*zip(*points), color=RUNS[at % len(RUNS)], linewidth=0.6, alpha=0.35)
             axes.plot(*zip(*smooth(points, middle)), label=run.name, **_look(at))
 
 
+def has_thin_lines(figure: Figure) -> bool:
+    """Whether a series of `figure` was long enough to be drawn twice: every step, and smoothed."""
+    return any(line.get_linewidth() == THIN for axes in figure.axes for line in axes.lines)
+
+
+def _reach(points: Sequence[Point]) -> int:
+    """Neighbours on each side that a smoothed point is made of."""
+    return len(points) // (2 * SMOOTH)
+
+
 def smooth(points: Sequence[Point], middle: Callable[[list[float]], float] = fmean) -> list[Point]:
-    """The middle of so many neighbours that about SMOOTH independent points remain; ends use fewer."""
-    reach = len(points) // (2 * SMOOTH)
+    """`points`, each the `middle` of so many neighbours that about SMOOTH independent ones remain; ends use fewer."""
+    reach = _reach(points)
     values = [y for _, y in points]
     return [(x, middle(values[max(0, i - reach) : i + reach + 1])) for i, (x, _) in enumerate(points)]
 

@@ -5,88 +5,30 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from thinwire.config.quantities import show_bytes
-from thinwire.report import figures
 from thinwire.report.runs import CHANNELS, Run
+from thinwire.report.sections import SECTIONS, Section
 from thinwire.report.summary import Line, Summary, differences
 
 DPI = 150
 ABSENT = "–"
-
-
-@dataclass(frozen=True)
-class Section:
-    """A figure's place on the page: its file name, heading, what to see in it, and what is said without it."""
-
-    name: str
-    title: str
-    draw: figures.Draw
-    caption: str
-    without: str
-
-
-SECTIONS = (
-    Section(
-        "loss-time", "Held-out loss against time", figures.loss_time,
-        "Lower and further left is better. The dashed line is the worst of the final losses; the rings show when each "
-        "run is there, on the straight line between two evaluations.",
-        "no held-out loss was measured",
-    ),
-    Section(
-        "loss-bytes", "Held-out loss against bytes", figures.loss_bytes,
-        "The same losses against what all ranks had sent by then. The axis is logarithmic: the distance between two "
-        "curves is the factor between their bytes. Before the first byte there is nothing to show.",
-        "no held-out loss was measured after the first byte was sent",
-    ),
-    Section(
-        "training", "Training loss", figures.training,
-        "Thin: every step; thick: the running mean. Curves that lie on each other mean that compression did not "
-        "change the training.",
-        "no training loss was recorded",
-    ),
-    Section(
-        "bytes", "Bytes by channel", figures.channels,
-        "Left: what each run sent, and by which channel. Right: the shares, which say what is worth compressing next.",
-        "no byte was sent between ranks",
-    ),
-    Section(
-        "errors", "Compression error", figures.errors,
-        "How far what arrived was from what was meant: ‖meant − arrived‖ / ‖meant‖, logarithmic. Thin: every step; "
-        "thick: the running mean. Gradients may stand at a high error: error feedback sends later what was left out.",
-        "no compression error was measured (nothing was compressed, or the run did not record it)",
-    ),
-    Section(
-        "hit-rate", "Samples that both ends remember", figures.hit_rate,
-        "The share of samples sent as a change against their last visit. It is 0 in the first pass over the data and "
-        "should stay near 100 % after it; if it does not, the memory's capacity is too small.",
-        "no run keeps activations by sample (delta memory)",
-    ),
-    Section(
-        "step-time", "Step time", figures.step_time,
-        "Above: seconds a step. Below: how many of them a rank waited for the gradient exchange after its own work was "
-        "done. Thin: every step; thick: the running median. A few steps far above all others (the first compiles "
-        "kernels) may be cut off.",
-        "no step was timed",
-    ),
-)  # fmt: skip
-
-
-def draw(runs: Sequence[Run], summary: Summary) -> dict[str, Figure]:
-    """Every figure that these runs have, by name."""
-    drawn = {section.name: section.draw(runs, summary) for section in SECTIONS}
-    return {name: figure for name, figure in drawn.items() if figure is not None}
+FITS = 3  # columns that a phone shows without scrolling
 
 
 def page(
-    runs: Sequence[Run], summary: Summary, pictures: Mapping[str, bytes], timelines: Sequence[tuple[str, str, str]]
-) -> str:
-    """`pictures`: PNGs by name; `timelines`: per run its picture's name or "", a heading, and the words under it."""
+    runs: Sequence[Run], summary: Summary, pictures: Mapping[str, bytes], words: Mapping[str, str],
+    timelines: Sequence[tuple[str, str, str]],
+) -> str:  # fmt: skip
+    """The whole page as text.
+
+    `runs`: what it is about, the first being what the others are compared with. `summary`: their numbers. `pictures`:
+    PNGs by name. `words`: captions by the same names. `timelines`: per run its picture's name or "", a heading, and the
+    words under it."""
     names = ", ".join(run.name for run in runs)
     body = [
         f"<h1>{escape('Training run ' if len(runs) == 1 else 'Training runs ')}{escape(names)}</h1>",
@@ -95,7 +37,7 @@ def page(
         _notes(summary.notes),
         "<h2>Results</h2>", _results(summary),
         "<h2>Bytes sent</h2>", _sent(summary),
-        *(_section(section, pictures) for section in SECTIONS),
+        *(_section(section, pictures, words) for section in SECTIONS),
         "<h2>A step in the simulator</h2>", *(_timeline(*entry, pictures) for entry in timelines),
         "<h2>Configuration</h2>", _differences(runs), *_configurations(runs),
     ]  # fmt: skip
@@ -108,7 +50,7 @@ def page(
 
 
 def headline(summary: Summary) -> list[str]:
-    """The result in words: each further run beside the first."""
+    """`summary` in words: each further run beside the first, a sentence per run."""
     first, *others = summary.lines
     if not others:
         return [_alone(first)]
@@ -185,11 +127,11 @@ def _sent(summary: Summary) -> str:
     return _table(columns, rows) + f"<p>{escape(words)}</p>"
 
 
-def _section(section: Section, pictures: Mapping[str, bytes]) -> str:
+def _section(section: Section, pictures: Mapping[str, bytes], words: Mapping[str, str]) -> str:
     head = f"<h2>{escape(section.title)}</h2>"
     if section.name not in pictures:
         return head + f'<p class="quiet">No figure: {escape(section.without)}.</p>'
-    return head + _figure(pictures[section.name], section.title, section.caption)
+    return head + _figure(pictures[section.name], section.title, words[section.name])
 
 
 def _timeline(name: str, title: str, words: str, pictures: Mapping[str, bytes]) -> str:
@@ -202,7 +144,8 @@ def _timeline(name: str, title: str, words: str, pictures: Mapping[str, bytes]) 
 def _figure(png: bytes, title: str, caption: str, kind: str = "column") -> str:
     data = base64.b64encode(png).decode()
     image = f'<div class="{kind}"><img alt="{escape(title)}" src="data:image/png;base64,{data}"/></div>'
-    return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
+    hint = _hint("the figure goes on to the right") if kind == "broad" else ""
+    return f"<figure>{hint}{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def _differences(runs: Sequence[Run]) -> str:
@@ -234,7 +177,14 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = ""
     head = "".join(f"<th>{escape(_plain(c))}</th>" for c in columns)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(_plain(c))}</td>" for c in row) + "</tr>" for row in rows)
     mark = f' class="{kind}"' if kind else ""
-    return f'<div class="wide"><table{mark}><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+    hint = _hint("more columns to the right") if len(columns) > FITS else ""
+    table = f"<table{mark}><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
+    return f'{hint}<div class="wide" tabindex="0">{table}</div>'
+
+
+def _hint(words: str) -> str:
+    """Seen on narrow screens only, above a box that scrolls there."""
+    return f'<div class="hint">{escape(words)} →</div>'
 
 
 def _join(parts: Iterable[str]) -> str:
@@ -259,6 +209,7 @@ def _time(seconds: float | None) -> str:
 
 
 def png(figure: Figure) -> bytes:
+    """`figure` as the bytes of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=DPI, format="png")
     return buffer.getvalue()

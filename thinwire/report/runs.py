@@ -36,6 +36,7 @@ class Run:
 
     @property
     def last_step(self) -> int:
+        """The number of the last step that has an event."""
         return max((int(e["step"]) for e in (*self.steps, *self.evals)), default=0)
 
     @property
@@ -52,6 +53,7 @@ class Run:
 
     @property
     def total(self) -> float:
+        """Bytes of all channels and ranks, at the end."""
         return sum(self.sent.values())
 
     @property
@@ -66,7 +68,7 @@ class Run:
         return curve[-1][1] if curve else None
 
     def curve(self, across: str) -> list[Point]:
-        """Held-out loss against "seconds", "bytes" or "step"."""
+        """Held-out loss against `across`: "seconds", "bytes" or "step"."""
         return pairs(self.evals, across, "held_out")
 
     def series(self, *keys: str) -> list[Point]:
@@ -85,7 +87,7 @@ class Run:
 
 
 def number(event: Event, *keys: str) -> float | None:
-    """A finite number in an event, None for anything else."""
+    """The finite number that `event` has under the path of `keys`, None for anything else."""
     value: Any = event
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -95,12 +97,13 @@ def number(event: Event, *keys: str) -> float | None:
 
 
 def pairs(events: Sequence[Event], across: str, *keys: str) -> list[Point]:
+    """(x, y) of the events that have both: x under the key `across`, y under the path of `keys`."""
     both = ((number(e, across), number(e, *keys)) for e in events)
     return [(x, y) for x, y in both if x is not None and y is not None]
 
 
 def reached(curve: Sequence[Point], loss: float) -> float | None:
-    """Where the curve first is at `loss` or below, on the straight line between two evaluations."""
+    """Where `curve` first is at `loss` or below, on the straight line between two evaluations; None: nowhere."""
     before: Point | None = None
     for x, y in curve:
         if y <= loss:
@@ -112,7 +115,7 @@ def reached(curve: Sequence[Point], loss: float) -> float | None:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Every folder as a run; names that are not unique get the folder's."""
+    """Every one of `folders` as a run; names that are not unique get the folder's."""
     places = [Path(folder) for folder in folders]
     for at, place in enumerate(places):
         if place.resolve() in [p.resolve() for p in places[:at]]:
@@ -132,6 +135,7 @@ def _unique(run: Run, places: Sequence[Path]) -> str:
 
 
 def read_run(folder: Path) -> Run:
+    """The run in `folder`; UsageError where there is none, or none that has begun."""
     path = folder / METRICS
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder; give the folder of a run, as `thinwire train` wrote it")
@@ -192,4 +196,6 @@ def _lacks(run: Run) -> list[str]:
     skips = number(run.steps[-1], "skips") if run.steps else None
     if skips:
         notes.append(f"{skips:.0f} steps were rolled back (non-finite values)")
+    if any(number(e, "hit_rate") is not None and "warm" not in e for e in run.steps):
+        notes.append("an earlier version recorded the share of remembered samples since the start, not per step")
     return notes

@@ -35,7 +35,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Summary:
-    """`target`: the worst of the final held-out losses, which all runs reach."""
+    """`target`: the worst of the final held-out losses, which all runs reach. `lines`: one per run. `notes`: what a
+    reader should know before comparing."""
 
     target: float | None
     lines: tuple[Line, ...]
@@ -43,6 +44,7 @@ class Summary:
 
 
 def summarise(runs: Sequence[Run]) -> Summary:
+    """The numbers of `runs`, the first being what the others are compared with."""
     finals = [run.held_out for run in runs if run.held_out is not None]
     target = max(finals, default=None)
     first = None if target is None else reached(runs[0].curve("seconds"), target)
@@ -90,7 +92,8 @@ def _distinct(runs: Sequence[Run], section: str, keys: Sequence[str] = ()) -> se
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Keys of the configuration that are not the same in all runs; of the wire, what the run says it used."""
+    """Keys of the configuration that are not the same in all `runs`, with each run's value; of the wire, what the run
+    says it used."""
     tables = [_flat(_document(run)) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table if key != "run.out")
     rows = [(key, [table.get(key, "–") for table in tables]) for key in keys]

@@ -24,7 +24,7 @@ from thinwire.report.runs import Run, number
 from thinwire.train.config.sections import ModelConfig, TrainConfig, read_config
 from thinwire.train.data.tokenizer import ByteTokenizer
 
-SLOWEST, FASTEST = 1e3, 1e18  # floating-point operations a second, between which the fit looks
+SLOWEST, FASTEST = 1e3, 1e18  # floating-point operations per second, between which the fit looks
 CLOSE = 1.001  # the fit's accuracy, as a ratio
 UNREADABLE = (OSError, json.JSONDecodeError, UnicodeDecodeError)
 
@@ -41,13 +41,15 @@ def simulated(run: Run, rate: float | None = None, *, measured_at: str | None = 
 
 
 def fitted(run: Run, *, measured_at: str | None = None, elsewhere: bool = False) -> planner.Run:
-    """The run for the planner, computing as fast as it did. `elsewhere`: it is asked for at another rate, so that one
-    which did not record its own counts as measured on an unlimited network."""
+    """The run for the planner, computing as fast as it did.
+
+    `run`: as recorded. `measured_at`: the network's rate where the run did not record it. `elsewhere`: it is asked for
+    at another rate, so that one which did not record its own counts as measured on an unlimited network."""
     config = read_config({**run.document, "wire": run.about.get("wire") or {}})
     if config.model.lora is not None:
         raise UsageError("the simulator does not know adapters (LoRA), whose gradients are smaller than the model")
     if config.optim.accumulate > 1:
-        raise UsageError("the simulator knows one pipeline pass a step, and this run accumulates several")
+        raise UsageError("the simulator knows one pipeline pass per step, and this run accumulates several")
     steps = [seconds for _, seconds in run.series("step_seconds")]
     if not steps:
         raise UsageError("no step was timed")
@@ -91,20 +93,34 @@ def _sizes(run: Run, config: TrainConfig) -> dict[str, Any]:
 
 
 def _checkpoint(run: Run, model: ModelConfig) -> Mapping[str, Any]:
-    """config.json of the model, looked for as given and from the run's folder; empty where sizes were given."""
+    """config.json of the model; empty where sizes were given.
+
+    The run's own result has the same sizes. A run that has not ended has none: then what it started from is read, which
+    run.toml names from the folder that it was given in, and the run's record from where the command was started.
+    """
     name = model.path or model.config
     if name is None:
         return {}
-    for place in (Path(name), run.folder / name):
-        file = place / "config.json" if model.path else place
+    part = "path" if model.path else "config"
+    understood = _json(run.folder / "config.json").get("model", {}).get(part) or name
+    started_from = [Path(understood), run.folder / name, run.folder.parent / name]
+    if model.path:
+        started_from = [place / "config.json" for place in started_from]
+    for file in (run.folder / "model" / "config.json", *started_from):
         if file.is_file():
-            try:
-                read = json.loads(file.read_text())
-            except UNREADABLE as error:
-                raise UsageError(f"cannot read {file}: {error}") from None
-            if isinstance(read, Mapping):
-                return read
+            return _json(file)
     raise UsageError(f"the model's sizes are in {name}, which is not there any more")
+
+
+def _json(file: Path) -> Mapping[str, Any]:
+    """The object in a file; empty where there is no file, or something else is in it."""
+    if not file.is_file():
+        return {}
+    try:
+        read = json.loads(file.read_text())
+    except UNREADABLE as error:
+        raise UsageError(f"cannot read {file}: {error}") from None
+    return read if isinstance(read, Mapping) else {}
 
 
 def _tokens(config: TrainConfig) -> int:

@@ -28,6 +28,7 @@ from thinwire.train.learning_rate import total_steps
 from thinwire.train.mesh import Mesh, make_mesh
 from thinwire.train.model import tensor_parallel as tensor
 from thinwire.train.model.blueprint import Blueprint, build_stages, named_parameters, plan_model
+from thinwire.train.model.families import read_supported
 from thinwire.train.model.stage import Stage
 from thinwire.train.tune.auto import Decision, check_auto, decide, forms, is_asked
 from thinwire.train.tune.layer_times import cut_by_time
@@ -81,6 +82,9 @@ def check(config: TrainConfig) -> Checked:
         raise UsageError(
             f"[mesh] ahead = {config.mesh.ahead}: auto, critical and slack decide for torch's own order; take 1"
         )
+    source = config.model.path or config.model.config
+    if source:
+        read_supported(source)  # before its tokenizer, whose faults would hide that the model is of another type
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.path)
     samples = make_samples(config.data, tokenizer)
     Batches(samples, config.optim.batch, config.data.seed, 0, config.mesh.dp)

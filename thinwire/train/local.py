@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from thinwire.train.stop import StopRequest
 
 PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.rank")
 WATCH = 0.5
+Event = dict[str, Any]
 FAILED, MISTAKE, SAYS = 1, 2, "thinwire: "  # a rank's exit statuses, and how its last line begins: as the command's
 
 
@@ -24,7 +26,7 @@ def train_local(
     config: TrainConfig, *, rate: str | None = None, latency: str = "0ms", resume: bool = False,
     timeout: float | None = None, network: Network | None = None, label: str = "train",
     stop: StopRequest | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[Event]:  # fmt: skip
     """Train on hosts of the lab, the ranks of a tensor-parallel group on one; the events of the run.
 
     Where `stop` is asked for, the ranks write a checkpoint after their step, and the events have no end."""
@@ -50,34 +52,55 @@ def _train(config: TrainConfig, resume: bool, rate: float | None) -> int:
 def _watched(
     net: Network, config: TrainConfig, resume: bool, timeout: float | None, label: str, rate: float | None,
     stop: StopRequest | None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[Event]:  # fmt: skip
     """Start the ranks and follow the metrics they write."""
-    path, seen = Path(config.run.out) / METRICS, 0
+    path = Path(config.run.out) / METRICS
     if not resume and path.exists():
         path.unlink()
+    before = read_events(path)
     job = net.start(_train, config, resume, rate, per_host=config.mesh.tp, echo=False)
     asked = False
-    while not job.watch(WATCH) and not any(
-        e["kind"] == "run" for e in read_events(path)
-    ):  # it says how long it will be
+    while not job.watch(WATCH) and begun(path, before) is None:
         _check_time(job, timeout)
         asked = asked or _pass_on(stop, job)
-    total = next((event["steps"] for event in read_events(path) if event["kind"] == "run"), 1)
-    with progress(label, total) as advance:
+    total, done = begun(path, before) or (1, 0)
+    shown = 0
+    with progress(label, total, done) as advance:
         running = True
         while running:
             running = not job.watch(WATCH)
-            events = [e for e in read_events(path) if e["kind"] in ("step", "eval", "note")]
-            for event in events[seen:]:
+            new = added(read_events(path), before)
+            for event in new[shown:]:
                 if event["kind"] == "note":
                     print(event["text"], file=sys.stderr, flush=True)
-                else:
+                elif event["kind"] in ("step", "eval"):
                     advance(describe(event), int(event["kind"] == "step"))
-            seen = len(events)
+            shown = len(new)
             _check_time(job, timeout)
             asked = asked or (running and _pass_on(stop, job))
     _check_end(job, asked)
     return read_events(path)
+
+
+def begun(path: Path, before: Sequence[Event]) -> tuple[int, int] | None:
+    """(steps in all, steps done before) of a run that has written its first event; None until then.
+
+    `path`: its metrics. `before`: the events that were there when it was started, of the run that it resumes."""
+    events = read_events(path)
+    steps = next((event["steps"] for event in events if event["kind"] == "run"), None)
+    new = added(events, before)
+    if steps is None or not new:
+        return None
+    return steps, new[0]["step"] - int(new[0]["kind"] == "step")
+
+
+def added(events: Sequence[Event], before: Sequence[Event]) -> Sequence[Event]:
+    """`events` without those of `before` that a resumed run has kept.
+
+    It keeps the first ones, up to its checkpoint, and does the steps after it again: those differ in their times."""
+    pairs = zip(events, before)
+    kept = next((at for at, (now, then) in enumerate(pairs) if now != then), min(len(events), len(before)))
+    return events[kept:]
 
 
 def _pass_on(stop: StopRequest | None, job: Job) -> bool:

@@ -14,6 +14,7 @@ from thinwire.train.engine import Alone, Piped
 from thinwire.train.update import Update
 
 COUNTS = ("forward_bytes", "backward_bytes", "gradient_bytes", "embedding_bytes", "raw_bytes", "cold", "warm")
+BYTES = 5  # of these are bytes; the others are visits of samples
 ERRORS = ("forward", "backward", "gradient")
 
 
@@ -23,16 +24,22 @@ class Totals:
     def __init__(self, engine: Alone | Piped, update: Update, replicas: int) -> None:
         self.engine, self.update, self.replicas = engine, update, replicas
         self.before = torch.zeros(len(COUNTS), dtype=torch.float64)
+        self.last = torch.zeros(len(COUNTS), dtype=torch.float64)  # after the last step
         self.bytes = 0  # of all ranks, after the last step
 
     def gather(self, losses: Sequence[Tensor | None]) -> dict[str, Any]:
-        """loss, byte counters, hit rate and errors of all ranks together."""
-        errors = self._errors()
-        mine = torch.cat((torch.tensor([_sum(losses)], dtype=torch.float64), self._counts(), *errors.values()))
+        """Of all ranks together: the step's loss, bytes since the start, and the step's samples that were sent whole
+        (`cold`) or as a change (`warm`), with their share (`hit_rate`); relative errors.
+
+        `losses`: of this rank's pipeline passes, None where another rank has them."""
+        errors, now = self._errors(), self._counts()
+        visits = (now - self.last)[BYTES:]
+        mine = torch.cat((torch.tensor([_sum(losses)], dtype=torch.float64), now[:BYTES], visits, *errors.values()))
+        self.last = now
         dist.all_reduce(mine)
         loss, *rest = mine.tolist()
         counts = dict(zip(COUNTS, map(int, rest)))
-        cold, warm = counts.pop("cold"), counts.pop("warm")
+        cold, warm = counts["cold"], counts["warm"]
         self.bytes = sum(counts[name] for name in COUNTS[:4])
         pairs = zip(ERRORS, rest[len(COUNTS) :: 2], rest[len(COUNTS) + 1 :: 2])
         return {
@@ -53,6 +60,7 @@ class Totals:
     def load(self, counts: Tensor) -> None:
         """Go on counting from there."""
         self.before += counts - self._counts()
+        self.last = counts
 
     leave_out = load  # what was sent since that state was taken is not training's
 

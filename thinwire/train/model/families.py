@@ -23,9 +23,7 @@ def build_config(model: ModelConfig, vocab: int, seq_len: int) -> Any:
     checkpoint says, because dropout before a boundary spoils deltas against the last visit.
     """
     source = model.path or model.config
-    config = _read_config(Path(source)) if source else _from_sizes(model, model.vocab or vocab, seq_len)
-    if config.model_type not in FAMILIES:
-        raise UsageError(f"{source}: model_type {config.model_type!r} cannot be cut; allowed are {', '.join(FAMILIES)}")
+    config = read_supported(source) if source else _from_sizes(model, model.vocab or vocab, seq_len)
     if getattr(config, "quantization_config", None) is not None:
         raise UsageError(f"{source}: the checkpoint is quantised; give the full one, and base_bits = 8 or 4")
     if config.vocab_size < vocab:
@@ -40,14 +38,19 @@ def build_config(model: ModelConfig, vocab: int, seq_len: int) -> Any:
     return config
 
 
-def _read_config(source: Path) -> Any:
+def read_supported(source: str) -> Any:
+    """The transformers configuration in `source`, a checkpoint's folder or a config.json; a mistake where the model is
+    of a type that cannot be cut."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(source, local_files_only=True)
+        config = AutoConfig.from_pretrained(Path(source), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         line = str(error).strip().splitlines()[0]
         raise UsageError(f"{source}: no configuration that transformers can read: {line}") from None
+    if config.model_type not in FAMILIES:
+        raise UsageError(f"{source}: model_type {config.model_type!r} cannot be cut; allowed are {', '.join(FAMILIES)}")
+    return config
 
 
 def _from_sizes(model: ModelConfig, vocab: int, seq_len: int) -> Any:

@@ -438,7 +438,7 @@ def auto() -> list[str]:
         wrong += [] if handle.compressing is not loses else [f"loses={loses}, yet compressing={handle.compressing}"]
         if loses:
             wrong += differ("debts", sent, total, 1e-5)
-            handle.reducer.skipped = True  # as after a trial step with NaN
+            handle.reducer.step_state.skipped = True  # as after a trial step with NaN
             backward(model, steps)
             wrong += ["an exact step is called skipped"] if handle.skipped else []
     return wrong

@@ -396,7 +396,7 @@ def refusals() -> list[str]:
     refused("rank 1 differs from rank 0 in seed", lambda: compressed(seed=rank % 2))
     refused("does not know", thawed)
     refused("set_requires_gradient_sync(False)", all_reduce_off)
-    refused("compress_fsdp's own (call it once a model)", again)
+    refused("compress_fsdp's own (call it once per model)", again)
     return wrong
 
 

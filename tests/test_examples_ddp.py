@@ -164,7 +164,7 @@ def test_a_second_call_for_a_trainer_is_refused(tmp_path):
     for trainer, callbacks in ((face, face.callback_handler.callbacks), (bolt, bolt.callbacks)):
         compress_trainer(trainer, "max")
         before = list(callbacks)
-        with pytest.raises(UsageError, match="compressed already: call it once a trainer"):
+        with pytest.raises(UsageError, match="compressed already: call it once per trainer"):
             compress_trainer(trainer, "off")
         assert callbacks == before
 

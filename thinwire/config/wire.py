@@ -121,7 +121,7 @@ class Wire:
             raise UsageError(f"[wire] auto = {self.auto!r}: must be true or false")
 
     @staticmethod
-    def of(wire: Wire | Mapping[str, Any] | Collective | str) -> Wire:
+    def of(wire: WireLike) -> Wire:
         """A Wire from itself, a preset's name, "auto", a `[wire]` table, or a collective for the gradients alone."""
         if isinstance(wire, Wire):
             return wire
@@ -132,6 +132,9 @@ class Wire:
         if not isinstance(wire, Mapping):
             raise UsageError(f"wire = {wire!r}: must be a Wire, a preset's name, a table or a collective{_hint(wire)}")
         return _read(wire)
+
+
+WireLike = Wire | Collective | str | Mapping[str, Any]  # what Wire.of makes a Wire of
 
 
 def _read(table: Mapping[str, Any]) -> Wire:

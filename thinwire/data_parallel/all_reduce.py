@@ -4,33 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs.base import describe_nonfinite, is_finite
-from thinwire.collectives import Collective, Dense
-from thinwire.collectives.groups import world
-from thinwire.config.wire import Reduction, Wire
+from thinwire.collectives import Dense
+from thinwire.collectives.groups import Group, unmetered, world
+from thinwire.config.wire import Reduction, Wire, WireLike
 from thinwire.data_parallel.exchange import Exchange
-from thinwire.distributed.config_check import check_agreement, describe, describe_parameters
+from thinwire.data_parallel.parameters import describe_parameters
+from thinwire.distributed.config_check import check_agreement, describe
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
 from thinwire.memory import Plain
 
 
 def all_reduce(
-    named_tensors: Mapping[str, Tensor], wire: Wire | Collective | str | dict[str, Any] | None = None,
-    group: Any = None, state: dict[str, Tensor] | None = None, *, seed: int = 0,
+    named_tensors: Mapping[str, Tensor], wire: WireLike | None = None, group: Group = None,
+    state: dict[str, Tensor] | None = None, *, seed: int = 0,
 ) -> dict[str, Tensor]:  # fmt: skip
     """name → mean over the group, for outer gradients of local-step methods and for anything else.
 
-    `wire` must be given: what may be lost is the caller's to say. `state` is a dict of tensors, empty at first, that
-    this call replaces the contents of: residuals by name and the collective's own. Pass it again for the same tensors;
-    save it with the rest of a checkpoint (it is this rank's). Without it what a lossy collective leaves out is lost.
-    NaN or Inf on any rank: ValueError on all, state unchanged. All ranks give tensors of the same names, shapes and
-    types, and the same wire.
+        state = {}
+        means = tw.all_reduce({"x": x}, tw.collectives.Quantized(4), state=state)
+
+    named_tensors: name → tensor; names, shapes and types are the same on all ranks.
+    wire: a tw.Wire (its gradient section is used), a preset's name, a collective, or a table as TOML gives it. It must
+    be given: what may be lost is the caller's to say.
+    group: the process group that is averaged over; None is torch's default one.
+    state: a dict of tensors, empty at first, whose contents this call replaces: residuals by name and the collective's
+    own. Pass it again for the same tensors; save it with the rest of a checkpoint (it is this rank's). Without it what
+    a lossy collective leaves out is lost.
+    seed: of stochastic rounding and of random choices, equal on all ranks.
+
+    ValueError on all ranks where any gives NaN or Inf, and the state is unchanged. UsageError where an argument is not
+    allowed, or ranks differ.
     """
     if not isinstance(named_tensors, Mapping):
         raise UsageError(f"all_reduce takes tensors by name, {{name: tensor}}, not {type(named_tensors).__name__}")
@@ -49,7 +58,6 @@ def all_reduce(
         return {name: t.clone() for name, t in named_tensors.items()}
     exact = exchange.steps < reduction.warmup
     out: dict[str, Tensor] = {}
-    exchange.begin()
     for unit in exchange.units:
         flat = torch.cat([_working(named_tensors[name]) for name in unit.parameters])
         mean = exchange.reduce(unit, flat, exact)
@@ -66,7 +74,7 @@ def _working(x: Tensor) -> Tensor:
     return x.detach().reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _check_together(named_tensors: Mapping[str, Tensor], how: dict[str, str], group: Any) -> None:
+def _check_together(named_tensors: Mapping[str, Tensor], how: dict[str, str], group: Group) -> None:
     """By one small all-reduce: is anybody's tensor not finite, does anybody mean another exchange than the others?"""
     mine = how | describe_parameters(named_tensors)
     bad = {name: t for name, t in named_tensors.items() if not bool(is_finite(_working(t)))}
@@ -74,7 +82,7 @@ def _check_together(named_tensors: Mapping[str, Tensor], how: dict[str, str], gr
     found = torch.tensor([bool(bad), digest, -digest])
     if world(group)[0] > 1:
         found = found.to(next((t.device for t in named_tensors.values()), "cpu"))
-        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=unmetered(group))
     anywhere, most, least = found.tolist()
     if most != -least:
         check_agreement("all_reduce", mine, group)

@@ -23,7 +23,7 @@ WORTH = 0.97  # compression must take this share of the exact step, or it is not
 
 
 class Auto:
-    """Called once at the start of every pass; says whether the pass is a plain one."""
+    """Chooses between exact and compressed passes of a reducer, from the time that both take."""
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
@@ -31,28 +31,34 @@ class Auto:
         self.times: dict[str, list[float]] = {"exact": [], "compressed": []}
         self.last = 0.0
         self.passes = 0
-        self.owes = False  # a residual may be left, which the next exact pass repays
+        self.residual_left = False  # a residual may be left, which the next exact pass must send
+
+    def expect_residual(self) -> None:
+        """Residuals were loaded: the next exact pass must send them."""
+        self.residual_left = True
 
     def begin_pass(self) -> bool:
-        """Choose this pass's mode. True: exact, and nothing is owed, so DDP's own all-reduce will do."""
+        """Called once at the start of every pass: choose its mode. True: it is exact and no residual is left, so DDP's
+        own all-reduce will do."""
         now = time.perf_counter()
         if SKIPPED < self.passes <= len(self.plan):
             self.times[self.plan[self.passes - 1]].append(now - self.last)
         if self.passes == len(self.plan):
             self._decide()
-        self.last, self.passes = now, self.passes + 1
+        self.last = now
+        self.passes += 1
         if self.passes <= len(self.plan):
-            self.reducer.exact = self.plan[self.passes - 1] == "exact"
-        plain = self.reducer.exact and not self.owes
-        self.owes = not self.reducer.exact
+            self.reducer.use_exact(self.plan[self.passes - 1] == "exact")
+        plain = self.reducer.exact and not self.residual_left
+        self.residual_left = not self.reducer.exact
         return plain
 
     def _decide(self) -> None:
         found = [statistics.median(self.times[kind]) for kind in ("exact", "compressed")]
         medians = torch.tensor(found, device=next(iter(self.reducer.parameters.values())).device)
         exact, compressed = self.reducer.maximum(medians).tolist()
-        self.reducer.exact = compressed > WORTH * exact
-        if self.reducer.first:
+        self.reducer.use_exact(compressed > WORTH * exact)
+        if self.reducer.is_first:
             verdict = "off: it does not pay here" if self.reducer.exact else "on"
             log.warning(
                 "thinwire: a step takes %.1f ms exact and %.1f ms compressed; compression is %s",

@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from thinwire.collectives.groups import world
+from thinwire.collectives.groups import Group, world
 from thinwire.data_parallel.exchange import SLOTS, Exchange
 from thinwire.errors import UsageError
 
@@ -26,14 +25,18 @@ Ranks = dict[int, dict[str, Tensor]]
 
 
 class RankState:
+    """An exchange's state under names that hold this rank, `rank` of `size`."""
+
     def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
         self.exchange, self.rank, self.size = exchange, rank, size
 
     def state_dict(self) -> dict[str, Tensor]:
+        """ "rank<r>of<P>/<name>" → tensor."""
         return {f"rank{self.rank}of{self.size}/{name}": value for name, value in self.exchange.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """This rank's part, or, from another number of ranks, the mean of all of theirs."""
+        """This rank's part, or, from another number of ranks, the mean of all of theirs. UsageError where parts are
+        missing."""
         old, ranks = split(state)
         if old == self.size:
             if self.rank not in ranks:
@@ -54,7 +57,7 @@ def concerns(name: str, rank: int, size: int) -> bool:
 
 
 def split(state: Mapping[str, Tensor]) -> tuple[int, Ranks]:
-    """(how many ranks wrote it, rank → its tensors)."""
+    """(how many ranks wrote it, rank → its tensors). UsageError where names are no compression state's."""
     ranks: Ranks = {}
     sizes = set()
     for name, value in state.items():
@@ -81,10 +84,14 @@ def _mean(ranks: Ranks) -> dict[str, Tensor]:
     return out
 
 
-def read_state(path: str | PathLike[str], prefix: str, group: Any = None) -> dict[str, Tensor]:
+def read_state(path: str | PathLike[str], prefix: str, group: Group = None) -> dict[str, Tensor]:
     """What load_state_dict needs, from a checkpoint saved by dcp.save({prefix: x.state_dict(), …}, checkpoint_id=path).
 
-    Only this rank's part is read, or everybody's where the world size has changed.
+        handle.load_state_dict(tw.parallel.read_state(path, "wire"))
+
+    path: the checkpoint's folder. prefix: the state's name in it. group: the process group that is averaged over; None
+    is torch's default one. Only this rank's part is read, or everybody's where the number of ranks has changed.
+    UsageError where there is no checkpoint, or none of that name for this rank.
     """
     size, rank = world(group)
     reader = dcp.FileSystemReader(path)

@@ -5,73 +5,71 @@ of a bucket is done when the pass is: backward still overlaps with the exchange,
 (No `from __future__ import annotations` here: DDP refuses hooks whose annotations are strings.)
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives import Collective
-from thinwire.config.wire import Wire
-from thinwire.data_parallel.handle import Handle
+from thinwire.config.wire import Wire, WireLike
+from thinwire.data_parallel.gradient_pass import Means
+from thinwire.data_parallel.handle import Handle, LossScaler
+from thinwire.data_parallel.parameters import sparse_gradient
 from thinwire.data_parallel.reducer import Reducer
-from thinwire.distributed.config_check import dense
 from thinwire.errors import UsageError
 from thinwire.torch_private.ddp import hook_state
 
-Buckets = list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]]
-
 
 class CompressedDDP(Handle):
-    """The handle of a compressed DDP model: whether the last step was rolled back (`skipped`), and its state."""
+    """The handle of a compressed DDP model, made by `compress_ddp`.
+
+    model: whose gradients are compressed. reducer: of its parameters. auto: measure, and stay exact where that is
+    faster.
+    """
 
     def __init__(self, model: DistributedDataParallel, reducer: Reducer, auto: bool) -> None:
         super().__init__(reducer, auto)
         self.model = model
         self.names = {id(p): name for name, p in reducer.parameters.items()}
         self.finds_unused = bool(model.find_unused_parameters or model.static_graph)
-        self.pending: Buckets = []
-        self.arrived, self.plain = 0, False
+        self.pending: list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]] = []  # of this pass
+        self.arrived = 0  # parameters of this pass
+        self.plain = False  # this pass goes through DDP's own all-reduce
 
     def state_dict(self) -> dict[str, Tensor]:
+        """This rank's residuals, shifts and thresholds, under names that hold its rank (for torch's checkpoints)."""
         return self.reducer.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.reducer.load_state_dict(state)
-        if self.auto is not None:
-            self.auto.owes = True
+        """What state_dict gave on this rank, or, from another number of ranks, on all of them (`read_state`)."""
+        self._load(state)
 
     # --- called by DDP during backward
 
-    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        for parameter in bucket.parameters() if bucket.buffer().is_sparse else ():
-            dense(self.names[id(parameter)], bucket.buffer())
+    def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP's hook: the bucket's gradients go into the pass; the future is done when the pass is."""
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise sparse_gradient(self.names[id(bucket.parameters()[0])], buffer)
         if self.arrived == 0:
             self.plain = self.auto is not None and self.auto.begin_pass() and not self.reducer.bracketed
+        self.arrived = (self.arrived + len(bucket.parameters())) % len(self.names)
         if self.plain:
             return self._all_reduce(bucket)
-        buffer = bucket.buffer()
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.device.type == "cuda" else None
         )
         self.pending.append((bucket, future))
-        for parameter, gradient in _gradients(bucket):
-            unused = self.finds_unused and not bool(gradient.any())
-            self.reducer.put(self.names[id(parameter)], None if unused else gradient)
-        self._advance(bucket)
+        gradients: Means = {self.names[id(parameter)]: gradient for parameter, gradient in _gradients(bucket)}
+        if self.finds_unused:
+            gradients = {name: g if g is not None and bool(g.any()) else None for name, g in gradients.items()}
+        self.reducer.put_all(gradients, self._deliver, self._fail)
         return future
 
-    def _advance(self, bucket: dist.GradBucket) -> None:
-        self.arrived += len(bucket.parameters())
-        if self.arrived < len(self.names):
-            return
-        pending, self.pending, self.arrived = self.pending, [], 0
-        self.reducer.end(lambda means: self._deliver(pending, means), lambda error: _fail(pending, error))
-
-    def _deliver(self, pending: Buckets, means: dict[str, Tensor | None]) -> None:
+    def _deliver(self, means: Means) -> None:
         """The means into DDP's buckets; what nobody used stays as it is, and DDP leaves its .grad alone."""
+        pending, self.pending = self.pending, []
         for bucket, _ in pending:
             for parameter, gradient in _gradients(bucket):
                 mean = means[self.names[id(parameter)]]
@@ -80,13 +78,15 @@ class CompressedDDP(Handle):
         for bucket, future in pending:
             future.set_result(bucket.buffer())
 
+    def _fail(self, error: BaseException) -> None:
+        pending, self.pending = self.pending, []
+        for _, future in pending:
+            future.set_exception(RuntimeError(f"thinwire could not exchange the gradients: {error}"))  # type: ignore[arg-type]
+
     def _all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """As DDP without a hook would, NaN included: nothing is skipped here."""
-        self.reducer.skipped = False
-        self.arrived += len(bucket.parameters())
-        if self.arrived == len(self.names):
-            self.arrived = 0
-            self.reducer.exchange.steps += 1
+        if self.arrived == 0:  # the last bucket of the pass
+            self.reducer.count_plain_step()
         buffer = bucket.buffer().div_(self.reducer.size)
         self.reducer.exchange.count_plain(buffer)
         work = dist.all_reduce(buffer, group=self.model.process_group, async_op=True)
@@ -111,23 +111,29 @@ def _is_dense(x: Tensor) -> bool:
     return True
 
 
-def _fail(pending: Buckets, error: BaseException) -> None:
-    for _, future in pending:
-        future.set_exception(RuntimeError(f"thinwire could not exchange the gradients: {error}"))  # type: ignore[arg-type]
-
-
 def _hook(state: CompressedDDP, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return state.take(bucket)
+    return state.reduce_bucket(bucket)
 
 
 def compress_ddp(
-    model: DistributedDataParallel, wire: Wire | Collective | str | dict[str, Any] = "auto", *, seed: int = 0,
-    nonfinite: str = "nan", scaler: Any = None,
+    model: DistributedDataParallel, wire: WireLike = "auto", *, seed: int = 0, nonfinite: str = "nan",
+    scaler: LossScaler | None = None,
 ) -> CompressedDDP:  # fmt: skip
     """Compress this model's gradients from now on. Call it on all ranks, once per DDP model.
 
-    wire: a tw.Wire, a preset's name, a collective, a table, or "auto": measure a few steps both ways and keep the
-    faster. `scaler`: the GradScaler in use, if any, so that residuals do not change with the loss scale.
+        model = DistributedDataParallel(model)
+        handle = tw.parallel.compress_ddp(model, "max")
+
+    model: the wrapped model; its process group is averaged over.
+    wire: a tw.Wire, a preset's name, a collective, a table as TOML gives it, or "auto": measure a few steps both ways
+    and keep the faster. Its gradient section is used.
+    seed: of stochastic rounding and of random choices, equal on all ranks.
+    nonfinite: what .grad is after a step that was rolled back for a NaN or Inf: "nan", as plain DDP would leave it, or
+    "zero".
+    scaler: the GradScaler in use, if any, so that residuals do not change with the loss scale.
+
+    UsageError where the model is not DDP's, has a communication hook already, an argument is not allowed, or ranks
+    differ in configuration.
     """
     if not isinstance(model, DistributedDataParallel):
         raise UsageError(f"compress_ddp wants a DistributedDataParallel model, not {type(model).__name__}")
@@ -139,7 +145,7 @@ def compress_ddp(
             else "compress_ddp: this model has a communication hook already, and DDP takes one: wrap it anew without"
         )
     wire = Wire.of(wire)
-    scale: Callable[[], float] | None = scaler.get_scale if scaler is not None else None
+    scale = None if scaler is None else scaler.get_scale
     ignored = set(model.parameters_to_ignore)
     named = [(name, p) for name, p in model.module.named_parameters() if name not in ignored]
     reducer = Reducer(named, wire, model.process_group, seed=seed, nonfinite=nonfinite, scale=scale)

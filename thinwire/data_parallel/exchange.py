@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from thinwire.collectives.groups import Metered, all_reduce, world
+from thinwire.collectives.groups import Group, Metered, all_reduce, unmetered, world
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Shape, Unit, make_units
 from thinwire.distributed.summary import Summary
@@ -20,10 +19,16 @@ SLOTS = ("e", "h", "m")  # residual, shift, mean shift: per parameter in a check
 
 
 class Exchange:
-    """The units of a set of tensors, a channel for each. Writes are staged between begin and commit or rollback."""
+    """The units of a set of tensors, a channel for each. A step opens with its first reduction: from there to commit or
+    rollback what is written to state is staged.
 
-    def __init__(self, shapes: Mapping[str, Shape], reduction: Reduction, group: Any = None, seed: int = 0) -> None:
-        self.reduction, self.group = reduction, Metered(group)
+    shapes: of the tensors, by name, in declaration order. reduction: how they are averaged, over `group`. seed: of
+    stochastic rounding and random choices, equal on all ranks.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], reduction: Reduction, group: Group = None, seed: int = 0) -> None:
+        self.reduction = reduction
+        self.group = Metered(unmetered(group))
         self.units = make_units(shapes, reduction)
         self.channels = {
             unit: Channel(
@@ -32,9 +37,11 @@ class Exchange:
             )
             for unit in self.units
         }  # fmt: skip
-        self.steps = 0  # committed, those that a loaded state had made included
+        self.steps = 0  # ended, also those rolled back, and those of a loaded state
         self.resumed = 0  # of them, those of the loaded state
         self.averaged = 0  # values, in all of this exchange's own steps
+        self.is_open = False  # a step, between its first reduction and commit or rollback
+        self.residuals_before: dict[Unit, Tensor | None] = {}  # of the open step, before the unit's last reduction
 
     @property
     def sent(self) -> int:
@@ -42,38 +49,41 @@ class Exchange:
         return self.group.sent
 
     def summary(self, skips: int) -> Summary:
+        """What was sent, next to what a ring in float32 would have sent. skips: steps that were rolled back."""
         size = world(self.group)[0]
         ring = 2 * 4 * self.averaged * (size - 1) // size
         return Summary(self.steps - self.resumed, self.sent, ring, skips)
 
     @property
     def compressed(self) -> list[Unit]:
+        """The units that are not exact."""
         return [unit for unit in self.units if not unit.exact]
 
-    def begin(self) -> None:
-        for channel in self.channels.values():
-            channel.begin(self.steps)
-
     def commit(self) -> None:
-        for channel in self.channels.values():
-            channel.commit()
-        self.steps += 1
+        """End the step and keep what it wrote."""
+        self._end_step(Channel.commit)
 
     def rollback(self) -> None:
-        for channel in self.channels.values():
-            channel.rollback()
+        """End the step and drop what it wrote. Its number stays used."""
+        self._end_step(Channel.rollback)
+
+    def count_step(self) -> None:
+        """A step was made without this exchange."""
         self.steps += 1
 
     def reduce(self, unit: Unit, x: Tensor, exact: bool = False) -> Tensor:
-        """x: float32[unit.numel], flat → its mean over the group. `exact`: nothing left out, and debts repaid."""
+        """x: float32[unit.numel], flat → its mean over the group. `exact`: nothing is left out, and the residual is
+        sent with it."""
+        if not self.is_open:
+            self._begin_step()
         channel = self.channels[unit]
         self.averaged += x.numel()
+        residual = self.residuals_before[unit] = channel.state.read("e", unit.name)
         if not (exact or unit.exact):
             return channel.reduce(unit.name, x, self.group)
-        owed = channel.state.read("e", unit.name)
-        if owed is not None:
-            x = x + owed
-            channel.state.write("e", unit.name, torch.zeros_like(owed))
+        if residual is not None:
+            x = x + residual
+            channel.state.write("e", unit.name, torch.zeros_like(residual))
         return all_reduce(x, self.group) / world(self.group)[0]
 
     def count_plain(self, x: Tensor) -> None:
@@ -89,9 +99,11 @@ class Exchange:
             states = [self.channels[unit].staged_collective[unit.name] for unit in units]
             self.reduction.collective.finish_step(states, [unit.numel for unit in units], self.group)
 
-    def take_back(self, unit: Unit, span: slice, before: Tensor | None) -> None:
-        """A parameter that no rank used keeps its residual: what was sent of it is not applied anywhere."""
+    def restore_residual(self, unit: Unit, span: slice) -> None:
+        """A parameter that no rank used, at `span` of its unit, keeps the residual that it had before the unit's last
+        reduction: what was sent of it is not applied anywhere."""
         channel = self.channels[unit]
+        before = self.residuals_before[unit]
         now = channel.state.read("e", unit.name)
         if now is not None:
             kept = now.clone()
@@ -103,6 +115,18 @@ class Exchange:
         found = [self.channels[unit].state.read("e", unit.name) for unit in self.compressed]
         kept = [torch.linalg.vector_norm(e, dtype=torch.float64) for e in found if e is not None]
         return float(torch.stack(kept).norm()) if kept else None
+
+    def _begin_step(self) -> None:
+        for channel in self.channels.values():
+            channel.begin(self.steps)
+        self.is_open = True
+
+    def _end_step(self, end: Callable[[Channel], None]) -> None:
+        for channel in self.channels.values() if self.is_open else ():
+            end(channel)
+        self.steps += 1
+        self.is_open = False
+        self.residuals_before.clear()
 
     # --- checkpoints: per parameter, so that units may change between runs
 
@@ -120,7 +144,8 @@ class Exchange:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Parameters that the state does not know start without memory, thresholds of units that changed anew."""
-        made, self.steps = self.steps - self.resumed, int(state["step"])
+        made = self.steps - self.resumed
+        self.steps = int(state["step"])
         self.resumed = self.steps - made
         for unit, channel in self.channels.items():
             channel.forget(unit.name)

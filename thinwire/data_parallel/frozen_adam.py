@@ -1,6 +1,6 @@
 """Adam with a frozen variance and a compressed momentum.
 
-Adam's update is not linear in the gradient, so a compressed gradient that is repaid later is not the same to it. Once
+Adam's update is not linear in the gradient, so a part of it that is sent later has another effect. Once
 the variance stands still it is linear: m/√v̂ with a constant v̂. So (1-bit Adam; AQ-SGD's data-parallel half)
 
     warm-up:  g = mean g_i, exact;  m, v and x as AdamW
@@ -26,13 +26,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.codecs.base import is_finite
-from thinwire.collectives import Collective, Dense, Quantized
-from thinwire.collectives.groups import world
-from thinwire.config.wire import Reduction, Wire
+from thinwire.collectives import Dense, Quantized
+from thinwire.collectives.groups import Group, world
+from thinwire.config.wire import Reduction, Wire, WireLike
 from thinwire.data_parallel.checkpoint import RankState
 from thinwire.data_parallel.exchange import Exchange
+from thinwire.data_parallel.parameters import describe_parameters, sparse_gradient
 from thinwire.data_parallel.precompile import precompile_averaging
-from thinwire.distributed.config_check import check_agreement, dense, describe, describe_parameters
+from thinwire.distributed.config_check import check_agreement, describe
 from thinwire.errors import UsageError
 
 SETTLED = 0.04  # "auto": ‖v‖ has changed by less than this share in the last 1/(1−β₂) steps
@@ -40,26 +41,42 @@ FLOOR = 1e-3  # of a tensor's mean variance: the least that a coordinate's may b
 
 
 class FrozenAdam(torch.optim.Optimizer):
-    """AdamW whose variance is frozen after `freeze_after` steps (or "auto": once its norm has settled).
+    """AdamW whose variance is frozen after a warm-up, and whose momentum is then averaged compressed.
 
-    Freezing: v̂ ← max(v̂, floor·mean v̂ of its tensor, or of all tensors where it never had a gradient). A coordinate
-    without a gradient in the warm-up would have v = 0 for ever, and its first one would be divided by ε alone.
-    `wire` is for the momentum: its gradient section; its warm-up is `freeze_after` and not its own.
-    A non-finite gradient on any rank: no rank steps, nothing changes, `skipped` is true. A parameter that no rank used
-    is left alone, as AdamW leaves one without .grad. One rank alone: AdamW with its variance frozen.
+        optimizer = tw.optim.FrozenAdam(model.named_parameters(), lr=3e-4, freeze_after=500)
+        loss.backward(); optimizer.step()             # takes local gradients, averages over the ranks
+
+    named_parameters: pairs of name and parameter, or parameter groups whose "params" are such pairs.
+    lr, betas, eps, weight_decay: AdamW's.
+    wire: for the momentum, its gradient section (default: Quantized(4)); `freeze_after` replaces its warm-up.
+    freeze_after: steps of the warm-up, or "auto": until the variance's norm has settled.
+    floor: the least variance after freezing, as a share: v̂ ← max(v̂, floor·mean v̂ of its tensor, or of all tensors
+    where it never had a gradient). A coordinate without a gradient in the warm-up would have v = 0 for ever, and its
+    first one would be divided by ε alone.
+    group: the process group that is averaged over; None is torch's default one.
+    seed: of stochastic rounding and of random choices, equal on all ranks.
+
+    A non-finite gradient on any rank: no rank steps, nothing changes, `skipped` is true and `skips` counts. A parameter
+    that no rank used is left alone, as AdamW leaves one without .grad. One rank alone: AdamW with its variance frozen.
+    UsageError where a setting is not allowed, parameters have no names, or ranks differ in configuration.
     """
 
     def __init__(
         self, named_parameters: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8, weight_decay: float = 1e-2, *,
-        wire: Wire | Collective | str | dict[str, Any] | None = None, freeze_after: int | str = "auto",
-        floor: float = FLOOR, group: Any = None, seed: int = 0,
+        wire: WireLike | None = None, freeze_after: int | str = "auto", floor: float = FLOOR,
+        group: Group = None, seed: int = 0,
     ) -> None:  # fmt: skip
         _check_settings(lr, betas, eps, weight_decay, freeze_after, floor)
         self.reduction = Wire.of(Quantized(4) if wire is None else wire).gradient or Reduction(Dense())
-        self.freeze_after, self.floor, self.group, self.seed = freeze_after, floor, group, seed
+        self.freeze_after = freeze_after
+        self.floor = floor
+        self.group = group
+        self.seed = seed
         self.size, self.rank = world(group)
-        self.frozen, self.skipped, self.skips = False, False, 0
+        self.frozen = False
+        self.skipped = False
+        self.skips = 0
         self.norms: deque[float] = deque(maxlen=math.ceil(1 / (1 - betas[1])) + 1)  # ‖v̂‖₁ of the last steps
         self.exchange: Exchange | None = None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -78,12 +95,14 @@ class FrozenAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average over the ranks and update the weights. closure: computes and returns the loss, as torch's do."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         bad, settled, used = self._agree()
-        self.skipped, self.skips = bad, self.skips + bad
+        self.skipped = bad
+        self.skips += bad
         if bad:
             return loss
         if settled and not self.frozen:
@@ -141,7 +160,10 @@ class FrozenAdam(torch.optim.Optimizer):
 
     def _agree(self) -> tuple[bool, bool, set[str]]:
         """(a gradient is not finite, freeze now, parameters in use), each as soon as one rank says so."""
-        gradients = {name: dense(name, p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        for name, gradient in gradients.items():
+            if gradient.layout != torch.strided:
+                raise sparse_gradient(name, gradient)
         bad = any(not bool(is_finite(g)) for g in gradients.values())
         flags = torch.tensor([bad, self._settled(), *(n in gradients for n in self.parameters)], dtype=torch.uint8)
         if self.size > 1:
@@ -202,15 +224,13 @@ class FrozenAdam(torch.optim.Optimizer):
         betas = {n: group["betas"][0] for group in self.param_groups for n in group["param_names"]}
         exact = self.size == 1 or not self.frozen
         out: dict[str, Tensor] = {}
-        self.exchange.begin()
         for unit in self.exchange.units:
-            before = self.exchange.channels[unit].state.read("e", unit.name)
             flat = torch.cat([self._outgoing(name, betas[name]).reshape(-1) for name in unit.parameters])
             mean = self.exchange.reduce(unit, flat, exact)
             for name, span, shape in unit.spans():
                 out[name] = mean[span].view(shape)
                 if name not in used:
-                    self.exchange.take_back(unit, span, before)
+                    self.exchange.restore_residual(unit, span)
         self.exchange.finish_step()
         self.exchange.commit()
         return out

@@ -19,7 +19,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Some parameters that are exchanged together, flattened one after the other. `exact`: never compressed."""
+    """Some parameters that are exchanged together, flattened one after the other.
+
+    parameters: their names. shapes: theirs, in the same order. exact: never compressed.
+    """
 
     parameters: tuple[str, ...]
     shapes: tuple[Shape, ...]
@@ -33,6 +36,7 @@ class Unit:
 
     @cached_property
     def numel(self) -> int:
+        """How many values it holds."""
         return sum(map(math.prod, self.shapes))
 
     def spans(self) -> list[tuple[str, slice, Shape]]:
@@ -42,7 +46,11 @@ class Unit:
 
 
 def make_units(shapes: Mapping[str, Shape], reduction: Reduction) -> list[Unit]:
-    """Every parameter in one unit, compressed ones and exact ones apart, each in declaration order."""
+    """Every parameter in one unit, compressed ones and exact ones apart, each in declaration order.
+
+    shapes: of the parameters, by name. reduction: says which are exact, and how large a unit may be (unit_mb, in
+    megabytes of float32).
+    """
     units = []
     for exact in (False, True):
         names: list[str] = []
@@ -62,6 +70,6 @@ def make_units(shapes: Mapping[str, Shape], reduction: Reduction) -> list[Unit]:
 
 
 def is_exact(name: str, shape: Shape, reduction: Reduction) -> bool:
-    """Excluded by name or by dimension, or nothing is compressed at all."""
+    """Is a parameter of that name and shape excluded, by name or by dimension, or is nothing compressed at all?"""
     excluded = any(fnmatch.fnmatchcase(name, pattern) for pattern in reduction.exclude)
     return reduction.is_exact or excluded or len(shape) <= reduction.exact_dims

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol, Self
+
+from torch import Tensor
 
 from thinwire.data_parallel.auto_switch import Auto
 from thinwire.data_parallel.reducer import Reducer
@@ -14,7 +16,18 @@ from thinwire.distributed.summary import Summary
 log = logging.getLogger("thinwire")
 
 
+class LossScaler(Protocol):
+    """A GradScaler, torch's or a trainer's own."""
+
+    def get_scale(self) -> float: ...
+
+
 class Handle:
+    """What compressed DDP and FSDP models have in common.
+
+    reducer: of the model's parameters. auto: measure, and stay exact where that is faster.
+    """
+
     def __init__(self, reducer: Reducer, auto: bool) -> None:
         self.reducer = reducer
         self.auto = Auto(reducer) if auto and reducer.size > 1 else None
@@ -27,6 +40,7 @@ class Handle:
 
     @property
     def skips(self) -> int:
+        """How many steps were rolled back so."""
         return self.reducer.skips
 
     @property
@@ -42,16 +56,14 @@ class Handle:
     def compressing(self) -> bool:
         """False in the warm-up, where "auto" found that compression loses, and where there is nothing to compress: the
         wire is exact, or nobody to send to."""
-        reducer = self.reducer
-        if reducer.size == 1 or not reducer.exchange.compressed:
-            return False
-        return not (reducer.exact or reducer.exchange.steps < reducer.reduction.warmup)
+        return self.reducer.compressing
 
     @contextmanager
-    def step(self, ids: Any = None, train: bool = True) -> Iterator[Any]:
+    def step(self, ids: Sequence[int] | None = None, train: bool = True) -> Iterator[Self]:
         """Optional bracket of a training step: what is written to state inside is kept or dropped as a whole.
 
-        `ids` and `train` are for adapters that remember samples; here they change nothing.
+        ids, train: for adapters that remember samples; here they change nothing. An exception inside drops what was
+        written.
         """
         with self.reducer.step():
             yield self
@@ -59,7 +71,7 @@ class Handle:
     def log_summary(self, logger: logging.Logger = log) -> None:
         """One line at level INFO, on the first rank; nothing where no step was made since the last."""
         summary = self.summary()
-        if self.reducer.first and summary.steps > self._logged_steps:
+        if self.reducer.is_first and summary.steps > self._logged_steps:
             logger.info("thinwire: %s", summary)
         self._logged_steps = summary.steps
 
@@ -67,3 +79,8 @@ class Handle:
         """End the communication thread; what was saved is logged."""
         self.reducer.close()
         self.log_summary()
+
+    def _load(self, state: dict[str, Tensor]) -> None:
+        self.reducer.load_state_dict(state)
+        if self.auto is not None:
+            self.auto.expect_residual()

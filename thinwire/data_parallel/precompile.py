@@ -18,7 +18,10 @@ log = logging.getLogger("thinwire")
 
 
 def precompile_averaging(what: str, reduction: Reduction, named: Mapping[str, Tensor], ranks: int) -> None:
-    """For an adapter that averages these tensors over so many ranks; rank 0 says where it took long."""
+    """Compile what averaging these tensors will call; rank 0 says where it took long.
+
+    what: is averaged, named in that line. named: the tensors by name. ranks: how many they are averaged over.
+    """
     if ranks == 1:
         return
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}

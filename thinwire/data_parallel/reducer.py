@@ -4,30 +4,32 @@
     loss.backward()
     reducer.finish()          # every .grad is now the mean; reducer.ready(unit) earlier overlaps with backward
 
-A pass: gradients are put in (by `ready`, or by DDP's hook one by one); a unit that is complete and whose predecessors
-are is exchanged on the thread, last declared first, in the same order on every rank; then all ranks agree on what went
-wrong and which parameters nobody used, and state and results are committed or dropped together.
+Two words, used so everywhere in this room:
+
+- A **pass** takes every parameter's gradient once and gives every parameter's mean: one reducing backward. Its course
+  is in gradient_pass.py.
+- A **step** is what is committed or rolled back as a whole, by all ranks together: the state that passes wrote. One
+  pass is a step of its own, unless `with reducer.step():` brackets several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.codecs.base import is_finite
-from thinwire.collectives import Collective, Dense
-from thinwire.collectives.groups import twin, world
-from thinwire.config.wire import Reduction, Wire
+from thinwire.collectives import Dense
+from thinwire.collectives.groups import Group, twin, world
+from thinwire.config.wire import Reduction, Wire, WireLike
 from thinwire.data_parallel.checkpoint import RankState
 from thinwire.data_parallel.exchange import Exchange
+from thinwire.data_parallel.gradient_pass import Deliver, Failed, Means, Pass, PassSetup, StepState
 from thinwire.data_parallel.gradient_units import Unit
+from thinwire.data_parallel.parameters import describe_parameters, trainable_parameters
 from thinwire.data_parallel.precompile import precompile_averaging
-from thinwire.distributed.config_check import by_name, check_agreement, dense, describe, describe_parameters
+from thinwire.distributed.config_check import check_agreement, describe
 from thinwire.distributed.summary import Summary
 from thinwire.distributed.thread import CommunicationThread
 from thinwire.errors import UsageError
@@ -36,46 +38,81 @@ NONFINITE = ("nan", "zero")  # what gradients are after a step that was rolled b
 
 
 class Reducer:
-    """Owns the reduction of the parameters' gradients. `scale` gives the loss scale of the step (a GradScaler's), so
-    that residuals are kept in the gradient's own unit. After a rolled back step gradients are NaN, as plain DDP would
-    leave them, or zero; `skipped` says so. `beside`: a group of ranks that reduce other parts of the same parameters in
-    the same passes, as the shards of a model do; a step counts on all of them or on none."""
+    """Averages the gradients of parameters over a group, compressed. Made on all its ranks, with equal arguments.
+
+        reducer = tw.parallel.Reducer(model.named_parameters(), "max")
+        loss.backward(); reducer.finish(); optimizer.step()
+
+    named_parameters: pairs such as model.named_parameters() gives; those that require no gradient are left out.
+    wire: a tw.Wire, a preset's name, a collective, or a table as TOML gives it; its gradient section is used.
+    group: the process group that is averaged over; None is torch's default one.
+    seed: of stochastic rounding and of random choices.
+    nonfinite: what gradients are after a step that was rolled back: "nan", as plain DDP would leave them, or "zero".
+    scale: gives the loss scale of a pass (a GradScaler's get_scale), so that residuals are kept in the gradient's unit.
+    shard_group: ranks that reduce other parts of the same parameters in the same passes, as the shards of a model do;
+    a step counts on all of them or on none.
+
+    UsageError where an argument is not allowed, nothing is to be reduced, or ranks differ in configuration.
+    """
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: Wire | Collective | str | dict[str, Any],
-        group: Any = None, *, seed: int = 0, nonfinite: str = "nan", scale: Callable[[], float] | None = None,
-        beside: Any = None,
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: WireLike, group: Group = None, *,
+        seed: int = 0, nonfinite: str = "nan", scale: Callable[[], float] | None = None, shard_group: Group = None,
     ) -> None:  # fmt: skip
         if nonfinite not in NONFINITE:
             raise UsageError(f"nonfinite = {nonfinite!r}: allowed are {', '.join(NONFINITE)}")
-        self.parameters = by_name(named_parameters)
+        self.parameters = trainable_parameters(named_parameters)
         if not self.parameters:
             raise UsageError("no parameter requires a gradient: there is nothing to reduce")
         self.reduction = Wire.of(wire).gradient or Reduction(Dense())
-        self.nonfinite, self.scale = nonfinite, scale or (lambda: 1.0)
-        shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.loss_scale = scale or (lambda: 1.0)
         config = describe(self.reduction, "gradient") | {"seed": repr(seed)}
         check_agreement("thinwire", config | describe_parameters(self.parameters), group)
         self.size, self.rank = world(group)
-        self.group = twin(group) if self.size > 1 else None
-        self.beside = twin(beside) if beside is not None and world(beside)[0] > 1 else None
-        self.first = self.rank == 0 and (self.beside is None or world(self.beside)[1] == 0)
+        own = twin(group) if self.size > 1 else None
+        shards = twin(shard_group) if shard_group is not None and world(shard_group)[0] > 1 else None
+        self.is_first = self.rank == 0 and (shards is None or world(shards)[1] == 0)  # of all ranks that agree
         precompile_averaging("gradients", self.reduction, self.parameters, self.size)
-        self.exchange = Exchange(shapes, self.reduction, self.group, seed)
-        self.order = list(reversed(self.exchange.units))
-        self.home = {p: (unit, span) for unit in self.order for p, span, _ in unit.spans()}
-        self.names = list(self.parameters)
-        double = any(p.dtype == torch.float64 for p in self.parameters.values())
-        self.dtype = torch.float64 if double else torch.float32
+        shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
+        self.exchange = Exchange(shapes, self.reduction, own, seed)
         self.thread = CommunicationThread("thinwire gradients")
         self.checkpoint = RankState(self.exchange, self.rank, self.size)
-        self.skipped, self.skips, self.exact = False, 0, False
-        self.bracketed = self.opened = self.failed = self.pass_open = False
-        self._reset()
+        self.step_state = StepState(self.exchange)
+        self.setup = PassSetup(
+            parameters=self.parameters,
+            places={name: (unit, span, shape) for unit in self.units for name, span, shape in unit.spans()},
+            dtype=_buffer_dtype(self.parameters.values()),
+            exchange=self.exchange, thread=self.thread, step=self.step_state, ranks=self.size,
+            agreeing=tuple(g for g in (own, shards) if g is not None), nonfinite=nonfinite,
+        )  # fmt: skip
+        self.current_pass: Pass | None = None
+        self.exact = False
 
     @property
     def units(self) -> list[Unit]:
+        """In declaration order. They are sent last first, since backward completes them in that order."""
         return self.exchange.units
+
+    @property
+    def skipped(self) -> bool:
+        """Was the last step rolled back, for a NaN or Inf on any rank?"""
+        return self.step_state.skipped
+
+    @property
+    def skips(self) -> int:
+        """How many steps were rolled back so."""
+        return self.step_state.skips
+
+    @property
+    def bracketed(self) -> bool:
+        """Is a step open that ends with its bracket?"""
+        return self.step_state.bracketed
+
+    @property
+    def compressing(self) -> bool:
+        """Will the next pass be compressed? Not in the warm-up, not where it was turned off, and not where the wire is
+        exact or there is nobody to send to."""
+        return self.size > 1 and bool(self.exchange.compressed) and not self._exact_pass()
 
     def summary(self) -> Summary:
         """What compression has saved on this rank so far."""
@@ -85,165 +122,96 @@ class Reducer:
 
     def put(self, name: str, gradient: Tensor | None) -> None:
         """One parameter's gradient of this pass; None: this rank did not use it."""
-        unit, span = self.home[name]
-        self._open()
-        if unit not in self.buffers:
-            device = self.parameters[name].device if gradient is None else gradient.device
-            self.buffers[unit] = torch.empty(unit.numel, dtype=self.dtype, device=device)
-            self.missing[unit] = set(unit.parameters)
-        if name not in self.missing[unit]:
-            raise RuntimeError(f"the gradient of {name} came twice in one pass")
-        if gradient is None:
-            self.buffers[unit][span] = 0
-        else:
-            self._check_shape(name, gradient, span)
-            self.used.add(name)
-            self.buffers[unit][span] = dense(name, gradient).reshape(-1)
-        self.missing[unit].discard(name)
-        while self.next < len(self.order) and self.missing.get(self.order[self.next]) == set():
-            self._send(self.order[self.next])
-            self.next += 1
+        self.put_all({name: gradient})
+
+    def put_all(
+        self, gradients: Mapping[str, Tensor | None], deliver: Deliver | None = None, failed: Failed | None = None
+    ) -> None:
+        """Some gradients of the pass, by parameter; the first ones open it, the last ones conclude it.
+
+        gradients: None for a parameter that this rank did not use. deliver: gets the means when the pass is through,
+        on the communication thread; without it `collect` waits for them. failed: is told where the exchange broke.
+        Both are taken from the call that opens the pass.
+        """
+        if self.current_pass is None:
+            self.current_pass = Pass(self.setup, float(self.loss_scale()), self._exact_pass(), deliver, failed)
+        for name, gradient in gradients.items():
+            self.current_pass.add(name, gradient)
+        if deliver is not None and self.current_pass.is_complete:
+            self.current_pass = None
 
     def ready(self, unit: Unit) -> None:
         """The unit's .grad are complete: exchange it while others are still computed."""
-        for name in unit.parameters:
-            self.put(name, self.parameters[name].grad)
+        self.put_all({name: self.parameters[name].grad for name in unit.parameters})
 
     def finish(self) -> bool:
         """Exchange what is left, wait, and set every .grad to its mean. False: the step was rolled back."""
-        for unit in self.order:
-            if unit not in self.buffers:
-                self.ready(unit)
-        delivered: list[dict[str, Tensor | None]] = []
-        self.end(delivered.append)
-        self.thread.wait()
-        for name, mean in delivered[0].items():
+        self.put_all({})
+        assert self.current_pass is not None
+        self.put_all({name: self.parameters[name].grad for name in self.current_pass.missing_names()})
+        for name, mean in self.collect().items():
             _store(self.parameters[name], mean)
         return not self.skipped
 
-    def end(
-        self, deliver: Callable[[dict[str, Tensor | None]], None],
-        failed: Callable[[BaseException], None] = lambda error: None,
-    ) -> None:  # fmt: skip
-        """Close a pass whose gradients are all in; `deliver` gets the means, on the communication thread.
+    def collect(self) -> Means:
+        """Wait for the pass whose gradients have all been put, and end it: its means by parameter."""
+        ending, self.current_pass = self.current_pass, None
+        if ending is None or not ending.is_complete:
+            missing = [] if ending is None else ending.missing_names()
+            raise RuntimeError(f"a pass ends, but {len(missing)} gradients are missing: {', '.join(missing[:3])}")
+        self.thread.wait()
+        return ending.means
 
-        A parameter that nobody used has the mean None. `failed` is told instead where the exchange broke.
-        """
-        if self.next < len(self.order):
-            lacking = sorted(n for unit in self.order for n in self.missing.get(unit, unit.parameters))
-            raise RuntimeError(f"a pass ends, but {len(lacking)} gradients are missing: {', '.join(lacking[:3])}")
-        means, used, scale, bad = self.means, self.used, self.pass_scale, self.bad
-        device = next(iter(self.buffers.values())).device
-        self.thread.submit(lambda: deliver(self._conclude(means, used, scale, bad)), device, failed)
-        self._reset()
+    def use_exact(self, exact: bool) -> None:
+        """From the next pass on compress nothing (True), or as the wire says (False)."""
+        self.exact = exact
+
+    def _exact_pass(self) -> bool:
+        return self.exact or self.exchange.steps < self.reduction.warmup
 
     # --- steps
 
     @contextmanager
-    def step(self) -> Any:
+    def step(self) -> Iterator[Reducer]:
         """State written inside is kept or dropped as a whole, by all ranks together; an exception drops it."""
-        if self.bracketed:
-            raise RuntimeError("a step is open already")
-        self.bracketed = True
-        try:
-            yield self
-            self.thread.wait()
-        except BaseException:
-            self.failed = True
-            self._reset()
-            raise
-        finally:
-            self.bracketed = False
-            self._close()
+        with self.step_state.bracket():
+            try:
+                yield self
+                self.thread.wait()
+            except BaseException:
+                self.current_pass = None
+                raise
 
-    def close(self) -> None:
-        """End the thread. The process group is torch's to destroy."""
-        self.thread.close()
+    def fail_step(self) -> None:
+        """Roll the bracketed step back when it ends. To be called on all ranks."""
+        self.step_state.failed = True
+
+    def count_plain_step(self) -> None:
+        """A step went another way, through DDP's own all-reduce: it counts, and nothing of it is skipped."""
+        self.step_state.skipped = False
+        self.exchange.count_step()
+
+    # --- all ranks
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Entry by entry over all ranks on which a step counts or does not, in place."""
+        return self.setup.maximum(values)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's residuals, shifts and thresholds, under names that hold its rank (for torch's checkpoints)."""
         return self.checkpoint.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """What state_dict gave on this rank, or, from another number of ranks, what it gave on all of them."""
         self.checkpoint.load_state_dict(state)
 
-    def maximum(self, values: Tensor) -> Tensor:
-        """Entry by entry over all ranks that a step counts on or not, in place."""
-        for group in (self.group, self.beside):
-            if group is not None:
-                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-        return values
+    def close(self) -> None:
+        """End the thread. The process group is torch's to destroy."""
+        self.thread.close()
 
-    # --- inside
 
-    def _open(self) -> None:
-        if self.pass_open:
-            return
-        self.pass_open, self.pass_scale = True, float(self.scale())
-        self.exact_now = self.exact or self.exchange.steps < self.reduction.warmup
-        if not self.opened:
-            self.thread.submit(self.exchange.begin)
-            self.opened, self.failed = True, False
-
-    def _reset(self) -> None:
-        self.buffers: dict[Unit, Tensor] = {}
-        self.missing: dict[Unit, set[str]] = {}
-        self.means: dict[Unit, tuple[Tensor, Tensor | None]] = {}
-        self.used: set[str] = set()
-        self.bad: list[Unit] = []
-        self.next, self.pass_open, self.pass_scale, self.exact_now = 0, False, 1.0, False
-
-    def _send(self, unit: Unit) -> None:
-        """Queue one unit's exchange."""
-        x, means, bad, exact, scale = self.buffers[unit], self.means, self.bad, self.exact_now, self.pass_scale
-
-        def work() -> None:
-            finite = bool(is_finite(x))
-            if not finite:
-                bad.append(unit)
-            before = self.exchange.channels[unit].state.read("e", unit.name)
-            value = x.div_(scale) if scale != 1 and finite else x if finite else torch.zeros_like(x)
-            means[unit] = (value if self.size == 1 else self.exchange.reduce(unit, value, exact)), before
-
-        self.thread.submit(work, x.device)
-
-    def _conclude(
-        self, means: dict[Unit, tuple[Tensor, Tensor | None]], used: set[str], scale: float, bad: list[Unit]
-    ) -> dict[str, Tensor | None]:
-        """Agree with the other ranks, then commit or roll back; the means by parameter."""
-        flags = torch.tensor([bool(bad), *(name in used for name in self.names)], dtype=torch.uint8)
-        flags = self.maximum(flags.to(next(iter(means.values()))[0].device)).cpu()
-        if self.size > 1:
-            self.exchange.finish_step()
-        self.skipped = bool(flags[0])
-        unused = {name for name, flag in zip(self.names, flags[1:].tolist()) if not flag}
-        out: dict[str, Tensor | None] = {}
-        for unit, (mean, before) in means.items():
-            for name, span, shape in unit.spans():
-                if name in unused and self.size > 1 and not self.skipped:
-                    self.exchange.take_back(unit, span, before)
-                value = mean[span].view(shape)
-                if self.skipped:
-                    value.fill_(torch.nan if self.nonfinite == "nan" else 0)
-                elif scale != 1:
-                    value *= scale
-                out[name] = None if name in unused else value
-        self.failed |= self.skipped
-        self.skips += self.skipped
-        if not self.bracketed:
-            self._close()
-        return out
-
-    def _close(self) -> None:
-        if self.opened:
-            (self.exchange.rollback if self.failed else self.exchange.commit)()
-        self.opened = False
-
-    def _check_shape(self, name: str, gradient: Tensor, span: slice) -> None:
-        if gradient.numel() != span.stop - span.start:
-            raise UsageError(
-                f"{name} has changed to shape {tuple(gradient.shape)} since thinwire was attached: attach it again"
-            )
+def _buffer_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
 
 
 def _store(parameter: nn.Parameter, mean: Tensor | None) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,7 +13,7 @@ from thinwire.torch_private.fsdp import has_gradient_hook
 
 
 def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
-    """The parameters that train, each one sharded and nobody else's."""
+    """name → parameter, of those that train. UsageError where one is not sharded over a 1-D mesh, or is hooked."""
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UsageError(f"compress_fsdp wants a model after fully_shard(model, mesh=…), not {type(model).__name__}")
     found: dict[str, DTensor] = {}
@@ -34,8 +32,8 @@ def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
             )
         if has_gradient_hook(p):
             raise UsageError(
-                f"compress_fsdp: {name} has a post-accumulate-grad hook already: compress_fsdp's own (call it once a"
-                " model), or one that would see gradients of one site"
+                f"compress_fsdp: {name} has a post-accumulate-grad hook already: compress_fsdp's own (call it once"
+                " per model), or one that would see gradients of one site"
             )
         found[name] = p
     if not found:
@@ -43,8 +41,11 @@ def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
     return found
 
 
-def site_mesh(parameters: dict[str, DTensor], replicas: Any) -> DeviceMesh:
-    """The one shard mesh; its ranks and the replicas have this rank in common, and nobody else."""
+def site_mesh(parameters: dict[str, DTensor], replicas: dist.ProcessGroup) -> DeviceMesh:
+    """The mesh that all parameters are sharded over. Its ranks and the replicas have this rank in common, and no other.
+
+    UsageError otherwise.
+    """
     meshes = {p.device_mesh for p in parameters.values()}
     if len(meshes) > 1:
         raise UsageError(f"compress_fsdp: the parameters are sharded over {len(meshes)} meshes; one is supported")

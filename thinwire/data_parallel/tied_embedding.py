@@ -1,8 +1,8 @@
 """A tied embedding lives on the first and the last stage: both copies get one gradient, and must stay equal.
 
 Fused (Optimus-CC): one reduction over {first, last} × replicas, 2D ranks; the mean times two is the sum of the two
-stages' gradients, averaged over replicas. V(2D−1)/D values a rank instead of V(3D−2)/D for one reduction on each stage
-and one between them ("separate"), and exact if its collective is. All ranks get the same bits either way.
+stages' gradients, averaged over replicas. It sends V(2D−1)/D values per rank; one reduction on each stage and one
+between them ("separate") send V(3D−2)/D. It is exact if its collective is. All ranks get the same bits either way.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 
 from thinwire.codecs.base import raw_bytes
 from thinwire.collectives import Dense
-from thinwire.collectives.groups import Metered, all_reduce, gather
-from thinwire.config.wire import Reduction, Wire
+from thinwire.collectives.groups import Group, Metered, all_reduce, gather, unmetered
+from thinwire.config.wire import Reduction, Wire, WireLike
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.distributed.summary import Summary
 from thinwire.errors import UsageError
@@ -30,19 +29,30 @@ logger = logging.getLogger("thinwire.tied")
 
 
 class TiedEmbedding:
-    """This rank's copy. `ends`: the group of both stages over all replicas; `replicas`: of this stage over all
-    replicas; `pair`: of both stages in this replica. The last two are needed for sync="separate" only."""
+    """This rank's copy of an embedding that the first and the last stage share.
+
+        tied = tw.parallel.TiedEmbedding(embedding.weight, wire, ends)
+        schedule.step(…); tied.finish()               # .grad is the sum over both stages
+
+    parameter: the copy. wire: its embedding section is used, or exact averaging where it has none.
+    ends: the process group of both stages over all replicas. replicas: of this stage over all replicas. pair: of both
+    stages in this replica. The last two are needed for sync = "separate" only.
+    seed: of stochastic rounding and of random choices, equal on all ranks.
+
+    UsageError where a group is missing, or ranks differ in configuration.
+    """
 
     def __init__(
-        self, parameter: nn.Parameter, wire: Wire | str | dict[str, Any], ends: Any, replicas: Any = None,
-        pair: Any = None, *, seed: int = 0,
+        self, parameter: nn.Parameter, wire: WireLike, ends: Group, replicas: Group = None, pair: Group = None, *,
+        seed: int = 0,
     ) -> None:  # fmt: skip
         reduction = Wire.of(wire).embedding or Reduction(Dense())
-        self.parameter, self.ends = parameter, ends
+        self.parameter = parameter
+        self.ends = unmetered(ends)
         self.fused = reduction.sync == "fused"
         if not self.fused and (replicas is None or pair is None):
             raise UsageError("sync = 'separate' needs the groups of this stage's replicas and of the two copies")
-        self.pair = Metered(pair)
+        self.pair = Metered(unmetered(pair))
         exact = Wire(gradient=replace(reduction, exact_dims=0, exclude=()))
         self.reducer = Reducer([(NAME, parameter)], exact, ends if self.fused else replicas, seed=seed)
         self.healed = 0
@@ -61,6 +71,7 @@ class TiedEmbedding:
 
     @property
     def sent(self) -> int:
+        """Payload bytes that this rank has sent."""
         return self.reducer.exchange.sent + self.pair.sent
 
     @property
@@ -77,10 +88,10 @@ class TiedEmbedding:
         steps = self.reducer.summary().steps
         return Summary(steps, self.sent, self._raw_per_step() * steps, self.reducer.skips)
 
-    def check(self, beside: Iterable[Tensor] = ()) -> bool:
+    def check(self, moments: Iterable[Tensor] = ()) -> bool:
         """Are all copies equal to the bit? If not, the first stage's is taken, it is counted, and said.
 
-        `beside`: what belongs to the copy, in the same order on all ranks (its moments), taken from there too.
+        moments: the optimiser's for this copy, in the same order on all ranks; they are taken from there too.
         """
         mine = torch.tensor([int(checksum(raw_bytes(self.parameter.detach())))])
         device = self.parameter.device if dist.get_backend(self.ends) == "nccl" else "cpu"
@@ -88,7 +99,7 @@ class TiedEmbedding:
         if bool((everyone == everyone[0]).all()):
             return True
         with torch.no_grad():
-            for tensor in (self.parameter, *beside):
+            for tensor in (self.parameter, *moments):
                 value = tensor.detach().to(device).contiguous()
                 dist.broadcast(value, group=self.ends, group_src=0)
                 tensor.copy_(value)

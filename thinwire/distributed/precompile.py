@@ -2,8 +2,8 @@
 
 What a wire will do is done on a few values with state of its own that is dropped. So whatever codecs, memories and
 collectives call is compiled, or loaded where a run in this folder has compiled it before. Nothing is sent, no state is
-kept, and no generator of torch's is used. What is called, the rooms say that know it: data_parallel/precompile.py an
-exchange, pipeline/precompile.py a message.
+kept, and no generator of torch's is used. data_parallel/precompile.py calls an exchange, pipeline/precompile.py a
+message.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NOTICEABLE = 2.0  # seconds
 
 
 def precompile(what: str, calls: Sequence[Callable[[], None]], like: Tensor, say: Callable[[str], None]) -> None:
-    """Make the calls once; `say` gets a line where that took long.
+    """Make the calls once, if the device is a CPU (what Triton compiles depends on sizes too).
 
-    what: named in that line. like: a tensor of the device that will be used; on a CPU only, for what Triton compiles
-    depends on sizes too.
+    what: named in the line that `say` gets where it took more than NOTICEABLE seconds. calls: what will be done in a
+    step, on a few values. like: a tensor of the device that will be used.
     """
     if like.device.type != "cpu":
         return

@@ -9,9 +9,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,11 +19,13 @@ import torch
 class _Item:
     work: Callable[[], None]
     device: torch.device | None
-    event: Any
+    event: torch.cuda.Event | None  # what was enqueued before it on its device
     failed: Callable[[BaseException], None] | None
 
 
 class CommunicationThread:
+    """A thread that starts with the first work it is given. name: shown by debuggers."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.queue: queue.Queue[_Item | None] = queue.Queue()
@@ -36,7 +37,11 @@ class CommunicationThread:
         self, work: Callable[[], None], device: torch.device | None = None,
         failed: Callable[[BaseException], None] | None = None,
     ) -> None:  # fmt: skip
-        """Run work after everything submitted before it. After an error nothing more is run, but `failed` is told."""
+        """Run work after everything submitted before it.
+
+        device: where its tensors are; on CUDA it waits for what is enqueued there now. failed: gets the error if this
+        work raises, or any before it: after an error nothing more is run until `wait` has raised it.
+        """
         if self.thread is None:
             self.thread = threading.Thread(target=self._loop, name=self.name, daemon=True)
             self.thread.start()
@@ -54,6 +59,7 @@ class CommunicationThread:
             raise error
 
     def close(self) -> None:
+        """Run what was submitted, and end the thread."""
         if self.thread is not None:
             self.queue.put(None)
             self.thread.join()
@@ -75,7 +81,7 @@ class CommunicationThread:
         if self.error is not None and item.failed is not None:
             item.failed(self.error)
 
-    def _stream(self, item: _Item) -> Any:
+    def _stream(self, item: _Item) -> AbstractContextManager[object]:
         if item.device is None or item.event is None:
             return nullcontext()
         if item.device not in self.streams:

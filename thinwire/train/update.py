@@ -64,7 +64,7 @@ class Update:
             self.last_norm = float(_squares(self.reducer.parameters.values()).sqrt()) if self.reducer else None
             for reducer in self._reducers().values():
                 self.brackets.enter_context(reducer.step())
-                for unit in reducer.order:
+                for unit in reversed(reducer.units):
                     reducer.ready(unit)
 
     def apply(self, rate: float) -> float | None:
@@ -77,7 +77,7 @@ class Update:
             norm = self.norm()
             if not math.isfinite(norm):
                 for reducer in self._reducers().values():
-                    reducer.failed = True
+                    reducer.fail_step()
         if not math.isfinite(norm):
             self.skips += 1
             return None
@@ -134,11 +134,11 @@ class Update:
 
     @property
     def gradient_error(self) -> float | None:
-        """‖residual‖ / ‖gradient‖ of this rank: how many steps' worth of gradient is still owed."""
+        """‖residual‖ / ‖gradient‖ of this rank: how many steps' worth of gradient waits in it."""
         if self.reducer is None or not self.last_norm:
             return None
-        owed = self.reducer.exchange.residual_norm()
-        return None if owed is None else owed / self.last_norm
+        residual = self.reducer.exchange.residual_norm()
+        return None if residual is None else residual / self.last_norm
 
     # --- state: compression per replica and position, moments by parameter name
 

@@ -1,0 +1,208 @@
+"""One pass of gradients through the exchange, and the step that it belongs to (both words: reducer.py).
+
+A parameter's gradient is copied into the buffer of its unit. A unit is sent when it is complete and the units declared
+after it have been sent, so the order is the same on every rank. After the last unit the ranks agree on two things:
+was any gradient NaN or Inf, and which parameters did nobody use. Then the step is committed or rolled back, and the
+means are delivered. `add` runs on the caller's thread; everything after it runs on the communication thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.codecs.base import is_finite
+from thinwire.data_parallel.exchange import Exchange
+from thinwire.data_parallel.gradient_units import Shape, Unit
+from thinwire.data_parallel.parameters import sparse_gradient
+from thinwire.distributed.thread import CommunicationThread
+from thinwire.errors import UsageError
+
+Means = dict[str, Tensor | None]  # by parameter; None: no rank used it
+Deliver = Callable[[Means], None]
+Failed = Callable[[BaseException], None]
+
+
+class StepState:
+    """Where the step stands: its state is committed or rolled back after one pass, or after a bracket of several."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.opened = False  # a pass has begun since the last commit or rollback
+        self.failed = False  # it will be rolled back
+        self.bracketed = False  # it ends with its bracket and not with its pass
+        self.skipped = False  # the last pass was not finite on some rank
+        self.skips = 0
+
+    def open(self) -> None:
+        """A pass begins."""
+        if not self.opened:
+            self.opened = True
+            self.failed = False
+
+    def end_pass(self, skipped: bool) -> None:
+        """A pass is through on all ranks; `skipped`: the step must be rolled back."""
+        self.skipped = skipped
+        self.skips += skipped
+        self.failed |= skipped
+        if not self.bracketed:
+            self.close()
+
+    def close(self) -> None:
+        """Commit or roll back what the passes wrote, if there was any."""
+        if self.opened and self.failed:
+            self.exchange.rollback()
+        elif self.opened:
+            self.exchange.commit()
+        self.opened = False
+
+    @contextmanager
+    def bracket(self) -> Iterator[None]:
+        """Passes inside are one step; an exception rolls it back."""
+        if self.bracketed:
+            raise RuntimeError("a step is open already")
+        self.bracketed = True
+        try:
+            yield
+        except BaseException:
+            self.failed = True
+            raise
+        finally:
+            self.bracketed = False
+            self.close()
+
+
+@dataclass(frozen=True)
+class PassSetup:
+    """What all passes of one reducer share.
+
+    parameters: by name. places: name → its unit, its span in the flat unit, its shape. dtype: of the buffers. ranks:
+    members of the group that is averaged over. agreeing: the process groups over which a step counts or does not.
+    nonfinite: what means become in a step that is rolled back, "nan" or "zero".
+    """
+
+    parameters: dict[str, nn.Parameter]
+    places: dict[str, tuple[Unit, slice, Shape]]
+    dtype: torch.dtype
+    exchange: Exchange
+    thread: CommunicationThread
+    step: StepState
+    ranks: int
+    agreeing: tuple[dist.ProcessGroup, ...]
+    nonfinite: str
+
+    def maximum(self, values: Tensor) -> Tensor:
+        """Entry by entry over all ranks on which a step counts or does not, in place."""
+        for group in self.agreeing:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        return values
+
+
+class Pass:
+    """Every parameter's gradient once. It concludes by itself when the last one is in.
+
+    scale: the loss scale of these gradients. exact: nothing is compressed. deliver: gets the means, on the
+    communication thread. failed: is told instead where the exchange broke.
+    """
+
+    def __init__(
+        self, setup: PassSetup, scale: float, exact: bool, deliver: Deliver | None, failed: Failed | None
+    ) -> None:
+        setup.step.open()
+        self.setup = setup
+        self.scale = scale
+        self.exact = exact
+        self.deliver = deliver
+        self.failed = failed
+        self.missing = {unit: set(unit.parameters) for unit in setup.exchange.units}
+        self.unsent = deque(reversed(setup.exchange.units))
+        self.buffers: dict[Unit, Tensor] = {}
+        self.used: set[str] = set()
+        self.is_complete = False  # all gradients are in, and all units queued
+        self.finite = True
+        self.unit_means: dict[Unit, Tensor] = {}
+        self.means: Means = {}
+
+    def missing_names(self) -> list[str]:
+        """Parameters whose gradient has not been added, in the order in which units are sent."""
+        return [name for unit in self.unsent for name in unit.parameters if name in self.missing[unit]]
+
+    def add(self, name: str, gradient: Tensor | None) -> None:
+        """One parameter's gradient; None: this rank did not use it."""
+        unit, span, _ = self.setup.places[name]
+        if name not in self.missing[unit]:
+            raise RuntimeError(f"the gradient of {name} came twice in one pass")
+        if unit not in self.buffers:
+            device = self.setup.parameters[name].device if gradient is None else gradient.device
+            self.buffers[unit] = torch.empty(unit.numel, dtype=self.setup.dtype, device=device)
+        if gradient is None:
+            self.buffers[unit][span] = 0
+        elif gradient.layout != torch.strided:
+            raise sparse_gradient(name, gradient)
+        elif gradient.numel() != span.stop - span.start:
+            raise UsageError(
+                f"{name} has changed to shape {tuple(gradient.shape)} since thinwire was attached: attach it again"
+            )
+        else:
+            self.used.add(name)
+            self.buffers[unit][span] = gradient.reshape(-1)
+        self.missing[unit].discard(name)
+        while self.unsent and not self.missing[self.unsent[0]]:
+            self._send(self.unsent.popleft())
+
+    def _send(self, unit: Unit) -> None:
+        """Queue the unit's exchange, and the conclusion after the last one."""
+        x = self.buffers[unit]
+        self.setup.thread.submit(partial(self._exchange, unit, x), x.device)
+        if not self.unsent:
+            self.is_complete = True
+            self.setup.thread.submit(self._conclude, x.device, self.failed)
+
+    # --- on the communication thread
+
+    def _exchange(self, unit: Unit, x: Tensor) -> None:
+        """x: [unit.numel], this rank's gradients. Zeros stand in for NaN and Inf: the step will be rolled back."""
+        if not bool(is_finite(x)):
+            self.finite = False
+            x = torch.zeros_like(x)
+        elif self.scale != 1:
+            x = x.div_(self.scale)
+        self.unit_means[unit] = x if self.setup.ranks == 1 else self.setup.exchange.reduce(unit, x, self.exact)
+
+    def _conclude(self) -> None:
+        skipped, unused = self._agree()
+        self.buffers.clear()  # not before: agreeing has waited for a device that may still have been reading them
+        self.means = {name: self._mean(name, skipped, name in unused) for name in self.setup.places}
+        if self.setup.ranks > 1:
+            self.setup.exchange.finish_step()
+        self.setup.step.end_pass(skipped)
+        if self.deliver is not None:
+            self.deliver(self.means)
+
+    def _agree(self) -> tuple[bool, set[str]]:
+        """(was a gradient NaN or Inf on any rank, parameters that no rank used): the same on all ranks."""
+        names = list(self.setup.parameters)
+        flags = torch.tensor([not self.finite, *(name in self.used for name in names)], dtype=torch.uint8)
+        device = next(iter(self.unit_means.values())).device
+        skipped, *used = self.setup.maximum(flags.to(device)).tolist()
+        return bool(skipped), {name for name, flag in zip(names, used) if not flag}
+
+    def _mean(self, name: str, skipped: bool, unused: bool) -> Tensor | None:
+        unit, span, shape = self.setup.places[name]
+        if unused and not skipped and self.setup.ranks > 1:
+            self.setup.exchange.restore_residual(unit, span)
+        if unused:
+            return None
+        mean = self.unit_means[unit][span].view(shape)
+        if skipped:
+            mean.fill_(torch.nan if self.setup.nonfinite == "nan" else 0)
+        elif self.scale != 1:
+            mean *= self.scale
+        return mean

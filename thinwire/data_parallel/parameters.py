@@ -1,0 +1,44 @@
+"""Which parameters are averaged, and what is refused: state is keyed by their names, and only real, dense values are
+averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+from thinwire.errors import UsageError
+
+
+def trainable_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
+    """name → parameter, of model.named_parameters() or a list like it, those that require a gradient.
+
+    UsageError where something else than pairs is given, or a name stands twice.
+    """
+    out: dict[str, nn.Parameter] = {}
+    for one in named_parameters:
+        if not isinstance(one, tuple) or len(one) != 2 or not isinstance(one[0], str):
+            raise UsageError(f"pairs of a name and a parameter are wanted (model.named_parameters()), not {type(one)}")
+        name, parameter = one
+        if name in out:
+            raise UsageError(f"two parameters are called {name!r}: names key the state")
+        if parameter.requires_grad:
+            out[name] = parameter
+    return out
+
+
+def describe_parameters(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """Shape and dtype of each, as fields for `check_agreement`. UsageError for types that are not real floating ones.
+
+    (DDP's buckets show half of a complex gradient: the other half would be averaged by nobody.)
+    """
+    for name, p in parameters.items():
+        if not p.is_floating_point():
+            hint = "; hold it as torch.view_as_real(…)" if p.is_complex() else ""
+            raise UsageError(f"{name} is of {p.dtype}: allowed are real floating types{hint}")
+    return {f"parameter {name}": f"{tuple(p.shape)} {p.dtype}" for name, p in parameters.items()}
+
+
+def sparse_gradient(name: str, gradient: Tensor) -> UsageError:
+    """The error for a gradient that is not dense, such as an embedding with sparse=True gives."""
+    return UsageError(f"{name} has a gradient of {gradient.layout}: only dense ones are averaged (sparse=False)")

@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from collective_ranks import gradient
+from collective_cases import gradient
 from thread_group import run
 
 from thinwire import collectives as c

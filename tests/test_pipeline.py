@@ -40,7 +40,7 @@ CASES = {
     1: [bits.one_rank_has_no_wire],
     2: [
         *each(bits.identity_gives_the_bits_of_the_plain_stage, SCHEDULES),
-        *each(memory.mirrors_stay_equal_over_shuffled_epochs, SCHEDULES, 200),
+        *each(memory.mirrors_stay_equal_over_shuffled_epochs, SCHEDULES, 60),
         memory.batches_of_other_shapes, *fault.FAULTS, *LAZY_ERROR, lazy.auto_keeps_lazy_error_only_where_it_helps,
         *each(memory.resumed_run, (True, False)), *each(bits.evaluation_leaves_memory_alone, ("exact", "same")),
         *refusal.CASES, memory.dropout_before_a_boundary, memory.mirrors_in_files_or_of_half_the_ids,
@@ -69,6 +69,7 @@ def ranks(request):
     ("ranks", "case"),
     [pytest.param(size, case, id=f"{size} ranks-{name_of(case)}") for size, cases in CASES.items() for case in cases],
     indirect=["ranks"],
+    scope="module",  # else every test would launch its ranks
 )
 def test_case(ranks, case):
     passed(ranks, case)

@@ -196,7 +196,7 @@ def size_of_the_stores_is_said_once() -> None:
     ends = len([lane for lane in run.pipe.lanes() if lane.per_sample])
     check(len(lines) == ends, f"said {lines}, not once at each of {ends} ends")
     for line in lines:
-        check(f"{LENGTH * WIDTH * 2} B a sample" in line and "for 1000 samples" in line, f"said {line}")
+        check(f"{LENGTH * WIDTH * 2} B per sample" in line and "for 1000 samples" in line, f"said {line}")
     early: list[str] = []
     run = Run("1F1B", 4, DELTA, samples=1000, row=(LENGTH, WIDTH), say=early.append)
     with run.pipe.step(ids=list(range(8)) if run.first else None):

@@ -49,9 +49,9 @@ def one_rank_has_no_wire() -> None:
 def early_receives_change_no_bit(name: str) -> None:
     """From the second step on every receive is posted at its start."""
     taken: list[bool] = []
-    take = early_receives.Early.take
+    take = early_receives.EarlyReceives.take
 
-    def counted(self: early_receives.Early, *place: Any) -> Any:
+    def counted(self: early_receives.EarlyReceives, *place: Any) -> Any:
         arrivals = take(self, *place)
         taken.append(arrivals is not None)
         return arrivals
@@ -63,7 +63,7 @@ def early_receives_change_no_bit(name: str) -> None:
         for run, limit in ((ahead, early_receives.LIMIT), (late, 0)):
             taken.clear()
             with (
-                mock.patch.object(early_receives.Early, "take", counted),
+                mock.patch.object(early_receives.EarlyReceives, "take", counted),
                 mock.patch.object(early_receives, "LIMIT", limit),
             ):
                 run.step(x[:rows], y[:rows], list(range(rows)))

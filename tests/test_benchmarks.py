@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "card"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ FOLDER_FILES, FILE_LINES, FUNCTION_LINES, TEST_LINES = 20, 300, 50, 400
 # A folder (or single file) imports only from earlier levels; those of one level never import each other.
 LEVELS = [
     ("errors", "thinwire"),
-    ("registry",),
+    ("registry", "torch_private", "installed", "cpu_features"),
     ("kernels",),
     ("codecs",),
     ("memory",),
@@ -88,7 +88,8 @@ def test_no_import_cycle_between_folders():
 
 def test_imports_follow_the_one_direction():
     level = {name: number for number, names in enumerate(LEVELS) for name in names}
-    assert {folder(module) for module in graph()} == set(level), "every folder has one level, and no other stands there"
+    unplaced = {folder(module) for module in graph()} ^ set(level)
+    assert unplaced == set(), "a folder without a level, or a level without a folder"
     wrong = [
         f"{module} imports {other}"
         for module, others in graph().items()

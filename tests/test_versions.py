@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from itertools import pairwise
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest

@@ -22,8 +22,9 @@ LEVELS = [
     ("planner", "terminal"),
     ("lab", "data_parallel", "pipeline"),
     ("train", "theory", "parallel"),
+    ("thinwire",),  # the public names
     ("report", "bench", "doctor"),
-    ("plan", "demo", "thinwire"),  # thinwire: the public names
+    ("plan", "demo"),
     ("cli",),
     ("__main__",),
 ]

@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check bench compat
+.PHONY: setup demo test quick check bench compat
 
 setup: $(STAMP)
 
@@ -28,6 +28,14 @@ test: setup
 	$(BIN)/python -m pytest -m $(LAB) $(addprefix --ignore=,$(BESIDE)); networks=$$?; \
 	wait $$beside; others=$$?; cat out/test-beside.log; \
 	exit $$((networks + others))
+
+# For whoever develops: what is known within minutes and without a network. It leaves out the tests that make networks
+# (lab) or take 10 seconds and more (slow), and whole files of: Triton's interpreter, theory runs, models and trainings,
+# examples and compiling. Hypothesis tries 10 inputs per test instead of 60. `make test` is everything.
+LONG := $(addprefix tests/test_,kernels_gpu.py kernels_gpu_select.py convex.py train_models.py train_lora.py \
+	train_split.py train_plain.py train_command.py pipeline_example.py examples_ddp.py precompile.py)
+quick: setup
+	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m "not lab and not huge and not slow" $(addprefix --ignore=,$(LONG))
 
 check: setup
 	$(BIN)/ruff check .

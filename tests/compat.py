@@ -3,8 +3,8 @@
     python tests/compat.py                # all three
     python tests/compat.py 2.15 2.12      # these
 
-An environment is .compat/pythonX.Y-torchX.Y: made once, and used again until that folder is deleted. Everything but torch
-and what comes with it is as constraints.txt says. The log of a run is beside its environment.
+An environment is .compat/pythonX.Y-torchX.Y: made once, and used again until that folder is deleted. Everything but
+torch and what comes with it is as constraints.txt says. The log of a run is beside its environment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAST = [
     f"tests/test_{name}.py"
     for name in (
         "versions", "pipeline", "pipeline_parts", "pipeline_example", "ddp", "fsdp", "tied", "train_plain", "train_run",
-        "channel", "codecs", "collectives", "kernels_gpu", "planner_schedule",
+        "channel", "codecs", "collectives", "kernels_gpu", "kernels_gpu_select", "planner_schedule",
     )
 ]  # fmt: skip
 WITH_TORCH = ("torch", "triton", "nvidia-", "cuda-")  # what a version of torch brings is its own affair

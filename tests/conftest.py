@@ -14,6 +14,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )  # fmt: skip
 settings.register_profile("long", parent=settings.get_profile("thinwire"), max_examples=1000, derandomize=False)
+settings.register_profile("quick", parent=settings.get_profile("thinwire"), max_examples=10)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "thinwire"))
 torch.set_num_threads(2)
 

@@ -22,6 +22,7 @@ def quick(folder: Path, *more: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_quick_run_resumes(tmp_path: Path) -> None:
     out = quick(tmp_path, "--figure", str(tmp_path / "frontier.png"))
     lines = (tmp_path / "runs.jsonl").read_text().splitlines()

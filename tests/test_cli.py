@@ -61,6 +61,7 @@ def test_doctor_finds_what_the_library_needs(tmp_path, capsys):
     assert "What this machine can do" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bench_codecs_measures_and_writes(tmp_path, capsys):
     assert main(["bench", "codecs", "--mib", "1", "--repeats", "1", "--json", str(tmp_path / "out" / "b.json")]) == 0
     result = json.loads((tmp_path / "out" / "b.json").read_text())
@@ -84,6 +85,7 @@ def test_importing_thinwire_is_light():
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_example_runs_across_processes():
     """Two real processes over Gloo: compressed and plain reach the same accuracy, with a quarter of the bytes."""

@@ -4,40 +4,42 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collective_ranks import COLLECTIVES, KINDS, conservation, gradient, group_memories, invariants, two_levels
+from collective_cases import (
+    CASES,
+    COLLECTIVES,
+    KINDS,
+    SHAPES,
+    gradient,
+    two_levels_with_subgroups_made_by_their_members,
+)
+from rank_cases import name_of, run_cases
+from rank_launch import launch, on_a_network, passed
 
 import thinwire as tw
 from thinwire import collectives as k
-from thinwire.lab import Network, check
+from thinwire.lab import Network
 
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)"),
-]
-PRELOAD = ("torch", "thinwire.memory.channel", "thinwire.collectives")
-SHAPES = [(24, 30), (5,), (0,)]
+pytestmark = on_a_network
+PRELOAD = ("torch", "thinwire.memory.channel", "thinwire.collectives", "rank_cases")
+
+
+@pytest.fixture(scope="module", params=[2, 3, 5], ids="{} ranks".format)
+def ranks(request):
+    with Network(hosts=request.param, preload=PRELOAD) as net:
+        return launch(net, run_cases, CASES, timeout=240)
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_on_real_processes(size):
-    """One launch a world size: invariants, conservation, and the group memories."""
-    with Network(hosts=size, preload=PRELOAD) as net:
-        for wrong in net.run(invariants, SHAPES, timeout=120, echo=False):
-            assert wrong == []
-        for wrong in net.run(conservation, 12, timeout=120, echo=False):
-            assert wrong == []
-        errors = net.run(group_memories, timeout=60, echo=False)[0]
-    assert errors["DCGD"][-1] > 0.2
-    for name in ("DIANA", "DIANA, dither", "Rand-DIANA", "EF21", "EF21, two hops"):
-        assert errors[name][-1] < 1e-3 * errors[name][0] + 1e-6, (name, errors[name][-1])
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_case(ranks, case):
+    passed(ranks, case)
 
 
 @pytest.mark.timeout(100)
-def test_two_levels_on_real_processes():
+def test_two_levels():
     with Network(hosts=4, preload=PRELOAD) as net:
-        for wrong in net.run(two_levels, timeout=60, echo=False):
-            assert wrong == []
+        ranks = launch(net, run_cases, [two_levels_with_subgroups_made_by_their_members], timeout=60)
+    passed(ranks, two_levels_with_subgroups_made_by_their_members)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

@@ -1,47 +1,51 @@
-"""compress_ddp and Reducer on real processes: every situation of a training loop, and checkpoints."""
+"""compress_ddp and Reducer on real processes: the mean, what a training loop does around it, mistakes, checkpoints."""
 
 from __future__ import annotations
 
+import ddp_mean_cases
+import ddp_refusal_cases
+import ddp_training_cases
 import pytest
 import torch
-from ddp_ranks import CASES, WIRES, mean_residual, resume, run_cases
+from ddp_resume_cases import mean_residual, resume_cases
+from rank_cases import name_of, run_cases
+from rank_launch import launch, on_a_network, passed
 
-from thinwire.lab import Network, check
+from thinwire.lab import Network
 
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)"),
-]
-PRELOAD = ("torch", "torch.distributed.checkpoint", "thinwire.data_parallel.ddp", "thinwire.data_parallel.checkpoint")
+pytestmark = [*on_a_network, pytest.mark.timeout(150)]
+PRELOAD = (
+    "torch", "torch.distributed.checkpoint", "thinwire.data_parallel.ddp", "thinwire.data_parallel.checkpoint",
+    "rank_cases",
+)  # fmt: skip
+CASES = [*ddp_mean_cases.CASES, *ddp_training_cases.CASES, *ddp_refusal_cases.CASES]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
 def ranks(request):
     with Network(hosts=request.param, preload=PRELOAD) as net:
-        yield net.run(run_cases, timeout=120, echo=False)
+        return launch(net, run_cases, CASES, timeout=120)
 
 
-@pytest.mark.timeout(150)
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
-def test_situation(ranks, case):
-    for rank, found in enumerate(ranks):
-        assert found[case] == [], f"rank {rank}"
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_case(ranks, case):
+    passed(ranks, case)
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_resume_is_bitwise(size, tmp_path):
+def test_resumed_runs_have_the_same_bits(size, tmp_path):
+    cases = resume_cases(str(tmp_path))
     with Network(hosts=size, preload=PRELOAD) as net:
-        for found in net.run(resume, str(tmp_path), timeout=120, echo=False):
-            assert found == {name: [] for name in WIRES}
+        ranks = launch(net, run_cases, cases, timeout=120)
+    for case in cases:
+        passed(ranks, case)
 
 
-@pytest.mark.timeout(150)
 def test_mean_residual_survives_another_world_size(tmp_path):
     with Network(hosts=4, preload=PRELOAD) as net:
-        before = net.run(mean_residual, str(tmp_path), False, timeout=60, echo=False)[0]
+        before = launch(net, mean_residual, str(tmp_path), False, timeout=60)[0]
     assert before.any()
     for size in (2, 3):
         with Network(hosts=size, preload=PRELOAD) as net:
-            for after in net.run(mean_residual, str(tmp_path), True, timeout=60, echo=False):
+            for after in launch(net, mean_residual, str(tmp_path), True, timeout=60):
                 torch.testing.assert_close(after, before, rtol=0, atol=1e-7)

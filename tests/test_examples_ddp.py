@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,14 +47,16 @@ def run_example(name: str, *words: str) -> dict[str, Any]:
         attach(handle, *arguments)
         handles.append(handle)
 
-    ddp.CompressedDDP.__init__ = keep
     torch.set_num_threads(1)
-    sys.argv = [name, *words]
     said = logging.handlers.BufferingHandler(100)
     for logger in map(logging.getLogger, ("thinwire", "lightning.pytorch")):
         logger.addHandler(said)
         logger.setLevel(logging.INFO)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with (
+        mock.patch.object(ddp.CompressedDDP, "__init__", keep),
+        mock.patch.object(sys, "argv", [name, *words]),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     (handle,) = handles
     state = handle.state_dict()

@@ -2,45 +2,62 @@
 
 from __future__ import annotations
 
+import functools
+
+import fsdp_hsdp_cases
+import fsdp_state_cases
 import pytest
-from fsdp_ranks import CASES, run_cases, run_example, run_layouts
+from fsdp_hsdp_cases import gradients_are_those_of_the_collective_alone, tied_checkpointed_accumulated_clipped_together
+from fsdp_state_cases import resumed_run_has_the_same_bits
+from fsdp_support import WIRES, make_mesh, run_example
+from rank_cases import name_of, run_cases
+from rank_launch import launch, on_a_network, passed
 
-from thinwire.lab import Network, check
+from thinwire.lab import Network
 
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)"),
-    pytest.mark.timeout(150),
-]
+pytestmark = [*on_a_network, pytest.mark.timeout(150)]
 PRELOAD = (
     "torch", "torch.distributed.checkpoint", "thinwire.data_parallel.fsdp", "thinwire.data_parallel.checkpoint",
-    "sklearn.datasets",
+    "sklearn.datasets", "rank_cases",
 )  # fmt: skip
+CASES = [*fsdp_hsdp_cases.CASES, *fsdp_state_cases.CASES]
 
 
 @pytest.fixture(scope="module")
 def sites():
     with Network(hosts=2, preload=PRELOAD) as net:
-        yield lambda *words: net.run(*words, per_host=2, timeout=120, echo=False)
+        yield functools.partial(launch, net, timeout=120, per_host=2)
 
 
 @pytest.fixture(scope="module")
-def ranks(sites, tmp_path_factory):
-    return sites(run_cases, str(tmp_path_factory.mktemp("fsdp")))
+def ranks(sites):
+    return sites(run_cases, CASES, functools.partial(make_mesh, 2, 2))
 
 
-@pytest.mark.parametrize("case", [*(case.__name__ for case in CASES), "resume"])
-def test_situation(ranks, case):
-    for rank, found in enumerate(ranks):
-        assert found[case] == [], f"rank {rank}"
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_case(ranks, case):
+    passed(ranks, case)
 
 
-@pytest.mark.parametrize("per_host, layouts", [(1, [(3, 1), (1, 3)]), (2, [(3, 2)])])
+def test_resumed_runs_have_the_same_bits(sites, tmp_path):
+    cases = [functools.partial(resumed_run_has_the_same_bits, name, str(tmp_path)) for name in WIRES]
+    ranks = sites(run_cases, cases, functools.partial(make_mesh, 2, 2))
+    for case in cases:
+        passed(ranks, case)
+
+
+@pytest.mark.parametrize(("per_host", "layouts"), [(1, [(3, 1), (1, 3)]), (2, [(3, 2)])])
 def test_layout(per_host, layouts):
-    """Parameters that shards cannot share equally, some shards empty; one site alone."""
+    """Sites and shards: parameters that shards cannot share equally, some shards empty; one site alone."""
     with Network(hosts=3, preload=PRELOAD) as net:
-        for rank, found in enumerate(net.run(run_layouts, *layouts, per_host=per_host, timeout=120, echo=False)):
-            assert found == {layout: [] for layout in layouts}, f"rank {rank}"
+        for sites, shards in layouts:
+            cases = [tied_checkpointed_accumulated_clipped_together]
+            if sites > 1:
+                cases.append(gradients_are_those_of_the_collective_alone)
+            mesh = functools.partial(make_mesh, sites, shards)
+            ranks = launch(net, run_cases, cases, mesh, timeout=120, per_host=per_host)
+            for case in cases:
+                passed(ranks, case)
 
 
 def test_example(sites):

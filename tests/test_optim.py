@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim_ranks import CASES, SETTINGS, Net, run_cases
+from optim_cases import CASES, SETTINGS, Net
+from rank_cases import name_of, run_cases
+from rank_launch import launch, needs_network, passed
 
 from thinwire.data_parallel.frozen_adam import FrozenAdam
-from thinwire.lab import Network, check
+from thinwire.lab import Network
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
 def ranks(request):
-    with Network(hosts=request.param, preload=("torch", "torch._dynamo", "optim_ranks")) as net:
-        yield net.run(run_cases, timeout=120, echo=False)
+    with Network(hosts=request.param, preload=("torch", "torch._dynamo", "optim_cases")) as net:
+        return launch(net, run_cases, CASES, timeout=120)
 
 
 @pytest.mark.lab
-@pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)")
+@needs_network
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
-def test_situation(ranks, case):
-    for rank, found in enumerate(ranks):
-        assert found[case] == [], f"rank {rank}"
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_case(ranks, case):
+    passed(ranks, case)
 
 
 def loss_of(model: Net, step: int) -> torch.Tensor:

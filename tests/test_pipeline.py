@@ -1,68 +1,75 @@
 """Compressed pipeline stages on real processes: bitwise neutral with Identity, mirrored, healed, resumable.
 
-Each world size is launched once (the fixtures) and runs all its cases; a test looks at one case's findings.
+Each world size is launched once (the fixture) and runs all its cases; a test looks at what one case found.
 """
 
 from __future__ import annotations
 
-import pipeline_cases
+import functools
+
+import pipeline_bits_cases as bits
+import pipeline_fault_cases as fault
+import pipeline_lazy_cases as lazy
+import pipeline_memory_cases as memory
+import pipeline_refusal_cases as refusal
 import pytest
+from pipeline_support import SCHEDULES
+from rank_cases import Case, name_of, run_cases
+from rank_launch import launch, on_a_network, passed
 
-from thinwire.lab import Network, check
+from thinwire.codecs import LowRank, Quantize
+from thinwire.lab import Network
 
-pytestmark = [
-    pytest.mark.lab,
-    pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)"),
-    pytest.mark.timeout(280),
+pytestmark = [*on_a_network, pytest.mark.timeout(280)]
+PRELOAD = (
+    "torch", "torch.distributed.pipelining", "torch.utils.checkpoint", "thinwire.pipeline.pipeline", "rank_cases",
+)  # fmt: skip
+
+
+def each(case, values, *more) -> list[Case]:
+    """The case for each of its first argument's values."""
+    return [functools.partial(case, value, *more) for value in values]
+
+
+LAZY_ERROR = [
+    functools.partial(lazy.arrivals_and_residual_sum_to_what_was_computed, codec, when)
+    for codec in (Quantize(3, block=16), LowRank(2))
+    for when in ("always", "epilogue", "critical", lazy.every_second)
 ]
-PRELOAD = ("torch", "torch.distributed.pipelining", "torch.utils.checkpoint", "thinwire.pipeline.pipeline")
 CASES = {
-    1: [("alone", ())],
+    1: [bits.one_rank_has_no_wire],
     2: [
-        ("identity", ()), ("mirrors", (200,)), ("shapes", ()), ("faults", ()), ("lazy_error", ()), ("auto", ()),
-        ("resume", (True,)), ("resume", (False,)), ("evaluation", ()), ("complaints", ()), ("dropout", ()),
-        ("file_stores", ()), ("repeats", ()), ("half_precision", ()), ("loss_scale", ()), ("told", ()),
-        ("early_receives", ()),
+        *each(bits.identity_gives_the_bits_of_the_plain_stage, SCHEDULES),
+        *each(memory.mirrors_stay_equal_over_shuffled_epochs, SCHEDULES, 60),
+        memory.batches_of_other_shapes, *fault.FAULTS, *LAZY_ERROR, lazy.auto_keeps_lazy_error_only_where_it_helps,
+        *each(memory.resumed_run, (True, False)), *each(bits.evaluation_leaves_memory_alone, ("exact", "same")),
+        *refusal.CASES, memory.dropout_before_a_boundary, memory.mirrors_in_files_or_of_half_the_ids,
+        bits.recomputed_and_retried_steps_change_no_bit, bits.accumulated_step_adds_to_the_gradients,
+        bits.bf16_trains_to_the_loss_of_the_plain_stage, bits.changing_loss_scale_changes_no_bit,
+        memory.size_of_the_stores_is_said_once, *each(bits.early_receives_change_no_bit, SCHEDULES),
     ],
     4: [
-        ("identity", ()), ("mirrors", (16,)), ("shapes", ()), ("lazy_error", ()), ("faults", ()), ("replicas", ()),
-        ("unseen", ()), ("overlapped", ()), ("complaints", ()),
+        *each(bits.identity_gives_the_bits_of_the_plain_stage, SCHEDULES),
+        *each(memory.mirrors_stay_equal_over_shuffled_epochs, SCHEDULES, 16),
+        memory.batches_of_other_shapes, *LAZY_ERROR, *fault.FAULTS, memory.replicas_remember_their_own_samples,
+        fault.faults_are_found_at_the_end_of_a_step,
+        *each(fault.overlapped_frames_change_no_bit, ("GPipe", "1F1B")),
+        *each(fault.overlapped_frames_are_mirrored_and_healed, ("GPipe", "1F1B")), *refusal.CASES,
     ],
-}  # fmt: skip
-WORDS = {
-    "missing": "give step(ids=…)", "twice": "sample id 1 stands twice", "type": "not 0.5",
-    "number": "ids = 8: must be a list or tensor", "text": "ids = 'abcdefgh': must be a list or tensor",
-    "length": "shape = 8: must be the batch's, x.shape",
-    "few": "micro-batch 0 has 2 rows, but 1 were announced for it", "many": "has 2 rows, but 3 were announced",
-    "looped": "micro-batch 0 has 2 rows, but 1 were announced", "after": "0 skips, 0 healed",
-    "another": "micro-batch 0 is (2, 8, 16), unlike (8, 9, 16) before: give step(shape=x.shape)",
-    "rows": "8 sample ids for a batch of shape (9, 8, 16)",
-    "codec": "stage 0 and stage 1 differ in forward.memory.cold", "when": "stage 0 and stage 1 differ in backward.when",
-    "shape": "stage 0 sends (2, 8, 16) torch.float32, but stage 1 expects (2, 7, 16)", "bracket": "outside its bracket",
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def findings():
-    """size → per rank the findings of every case."""
-    done = {}
-
-    def of(size):
-        if size not in done:
-            with Network(hosts=size, preload=PRELOAD) as net:
-                done[size] = list(net.run(pipeline_cases.everything, CASES[size], timeout=240, echo=False))
-        return done[size]
-
-    return of
+def ranks(request):
+    with Network(hosts=request.param, preload=PRELOAD) as net:
+        return launch(net, run_cases, CASES[request.param], timeout=240)
 
 
 @pytest.mark.parametrize(
-    ("size", "case"),
-    [(size, f"{name}{arguments or ''}") for size, cases in CASES.items() for name, arguments in cases],
+    ("ranks", "case"),
+    [pytest.param(size, case, id=f"{size} ranks-{name_of(case)}") for size, cases in CASES.items() for case in cases],
+    indirect=["ranks"],
+    scope="module",  # else every test would launch its ranks
 )
-def test_case(findings, size, case):
-    for rank in findings(size):
-        if case == "complaints":
-            assert {name: words for name, words in WORDS.items() if words not in rank[case].get(name, "")} == {}
-        else:
-            assert rank[case] == []
+def test_case(ranks, case):
+    passed(ranks, case)

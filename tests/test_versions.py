@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_the_package_asks_for_the_versions_that_were_tried():
     assert REQUIREMENT in project["dependencies"]
     pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
     assert is_tried(pinned) and OLDEST <= (2, 13) <= NEWEST
-    assert [b[1] - a[1] for a, b in zip(TRIED, TRIED[1:])] == [1] * (len(TRIED) - 1)
+    assert [b[1] - a[1] for a, b in pairwise(TRIED)] == [1] * (len(TRIED) - 1)
 
 
 def test_the_page_names_every_version():

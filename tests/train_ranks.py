@@ -206,5 +206,5 @@ def without_measuring(configs: list[tuple[TrainConfig, bool]]) -> list[Decided]:
     def refuse(*_: Any) -> Any:
         raise AssertionError("a resumed run measures nothing")
 
-    auto.measure = refuse
-    return decided(configs)
+    with mock.patch.object(auto, "measure", refuse):
+        return decided(configs)

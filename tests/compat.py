@@ -3,8 +3,8 @@
     python tests/compat.py                # all three
     python tests/compat.py 2.15 2.12      # these
 
-An environment is .compat/pythonX.Y-torchX.Y: made once, and used again until that folder is deleted. Everything but torch
-and what comes with it is as constraints.txt says. The log of a run is beside its environment.
+An environment is .compat/pythonX.Y-torchX.Y: made once, and used again until that folder is deleted. Everything but
+torch and what comes with it is as constraints.txt says. The log of a run is beside its environment.
 """
 
 from __future__ import annotations

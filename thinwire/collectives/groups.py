@@ -96,9 +96,10 @@ def new_group(
     return dist.new_group(list(ranks), pg_options=options, use_local_synchronization=True)
 
 
-def twin(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def twin(group: Group) -> dist.ProcessGroup:
     """A second group of the same ranks: its order of collectives is not mixed with anybody else's."""
-    return new_group(dist.get_process_group_ranks(explicit(group)), group)
+    plain = unmetered(group)
+    return new_group(dist.get_process_group_ranks(explicit(plain)), plain)
 
 
 def subgroup(members: Sequence[int], group: dist.ProcessGroup, options: object = None) -> dist.ProcessGroup:

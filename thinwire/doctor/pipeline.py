@@ -82,7 +82,10 @@ def _train(rank: int, folder: str) -> str:
     x = torch.randn(ROWS, WIDTH)
     for _ in range(STEPS):
         with stage.step(ids=range(ROWS)):
-            schedule.step(x) if rank == 0 else schedule.step(target=x)
+            if rank == 0:
+                schedule.step(x)
+            else:
+                schedule.step(target=x)
     stats = stage.pipeline.stats
     gradient = layer.weight.grad
     if stats.skips or gradient is None or not gradient.isfinite().all() or not gradient.any():

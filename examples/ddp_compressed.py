@@ -2,6 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/ddp_compressed.py            # compressed
 torchrun --nproc-per-node 2 examples/ddp_compressed.py --plain    # what it was before
+
+Its data are scikit-learn's digits: pip install scikit-learn, or thinwire's extra `theory`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 2 examples/own_method.py     # DDP, then a pipeline of two stages
 
 docs/extend.md explains the two classes.
+
+Its data are scikit-learn's digits: pip install scikit-learn, or thinwire's extra `theory`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
     diff examples/pipeline_plain.py examples/pipeline_compressed.py
 
 Everything that is not in that diff is plain torch.
+
+Its data are scikit-learn's digits: pip install scikit-learn, or thinwire's extra `theory`.
 """
 
 from __future__ import annotations

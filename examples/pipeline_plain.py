@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 2 examples/pipeline_plain.py
 
 pipeline_compressed.py is the same script with thinwire; the two differ in a few lines.
+
+Its data are scikit-learn's digits: pip install scikit-learn, or thinwire's extra `theory`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 2 examples/two_stages.py --plain    # what it was before
 
 The lines that thinwire adds are marked. Everything else is plain torch.distributed over Gloo.
+
+Its data are scikit-learn's digits: pip install scikit-learn, or thinwire's extra `theory`.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_mistakes_are_told_without_torch(tmp_path):
 
 def test_import_is_lazy():
     """`import thinwire` takes next to nothing; what data parallel and pipelines need is in the core of the package."""
-    heavy = (*HEAVY, "rich", "typing")
+    heavy = (*HEAVY, "rich")
     done = python(f"import sys, thinwire; print([name for name in {heavy!r} if name in sys.modules])")
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
     names = "Channel", "Wire", "all_reduce", "codecs", "collectives", "memory", "optim"

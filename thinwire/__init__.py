@@ -8,11 +8,11 @@ frame = end.send("sample 7", activation)
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
-TYPE_CHECKING = False  # typing's own takes longer to import than all the rest of this file
+from thinwire.cpu_features import guard_bf16
+
 if TYPE_CHECKING:
-    from typing import Any
-
     from thinwire import codecs as codecs
     from thinwire import collectives as collectives
     from thinwire import kernels as kernels
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from thinwire.data_parallel.all_reduce import all_reduce as all_reduce
     from thinwire.memory import Memory as Memory
     from thinwire.memory.channel import Channel as Channel
-
-from thinwire.cpu_features import guard_bf16
 
 __version__ = "0.2.0"
 

@@ -71,23 +71,25 @@ def _train(rank: int, folder: str) -> str:
     import torch.distributed as dist
     from torch.distributed.pipelining import Schedule1F1B
 
-    from thinwire.parallel import CompressedStage
+    from thinwire.pipeline.pipeline import Pipeline
+    from thinwire.pipeline.stage import CompressedStage
 
     limit = timedelta(seconds=LIMIT / 2)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
     torch.manual_seed(rank)
-    layer = torch.nn.Linear(WIDTH, WIDTH)
-    stage = CompressedStage(layer, rank, 2, torch.device("cpu"), wire="max")
+    module = torch.nn.Linear(WIDTH, WIDTH)
+    stage = CompressedStage(module, rank, 2, torch.device("cpu"), wire="max")
+    pipe = Pipeline([stage])
     schedule = Schedule1F1B(stage, 2, loss_fn=torch.nn.functional.mse_loss)
     x = torch.randn(ROWS, WIDTH)
     for _ in range(STEPS):
-        with stage.step(ids=range(ROWS)):
+        with pipe.step(ids=range(ROWS)):
             if rank == 0:
                 schedule.step(x)
             else:
                 schedule.step(target=x)
-    stats = stage.pipeline.stats
-    gradient = layer.weight.grad
+    stats = pipe.stats
+    gradient = module.weight.grad
     if stats.skips or gradient is None or not gradient.isfinite().all() or not gradient.any():
         raise RuntimeError(f"rank {rank}: two steps left no usable gradient: {stats}")
     dist.destroy_process_group()

@@ -27,13 +27,14 @@ class CompressedStage(FramedStage):
 
     def step(self, ids: Ids | None = None, train: bool = True, **more: Any) -> AbstractContextManager[Pipeline]:
         """Bracket one `schedule.step` or `schedule.eval`; ids, train and the others are those of Pipeline.step."""
-        pipeline = self._pipeline() or Pipeline([self])
+        pipeline = self.pipeline or Pipeline([self])
         return pipeline.step(ids, train, **more)
 
     def summary(self) -> Summary:
         """What compression has saved so far, over all stages of this rank; `print(stage.summary())` is one line."""
-        pipeline = self._pipeline()
-        return Summary(0, 0, 0) if pipeline is None else pipeline.summary()
+        return Summary(0, 0, 0) if self.pipeline is None else self.pipeline.summary()
 
-    def _pipeline(self) -> Pipeline | None:
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The Pipeline that brackets this stage; None before the first step where no Pipeline was made of it."""
         return self.owner if isinstance(self.owner, Pipeline) else None

@@ -6,7 +6,6 @@ import ast
 import re
 import sys
 import tomllib
-from itertools import pairwise
 from pathlib import Path
 
 import pytest

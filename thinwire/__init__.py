@@ -8,28 +8,9 @@ frame = end.send("sample 7", activation)
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from thinwire.cpu_features import guard_bf16
-
-if TYPE_CHECKING:
-    from thinwire import codecs as codecs
-    from thinwire import collectives as collectives
-    from thinwire import kernels as kernels
-    from thinwire import lab as lab
-    from thinwire import memory as memory
-    from thinwire import parallel as parallel
-    from thinwire import planner as planner
-    from thinwire import theory as convex  # noqa: F401
-    from thinwire.codecs import Codec as Codec
-    from thinwire.config import wire as wire
-    from thinwire.config.wire import Link as Link
-    from thinwire.config.wire import Reduction as Reduction
-    from thinwire.config.wire import Wire as Wire
-    from thinwire.data_parallel import frozen_adam as optim  # noqa: F401
-    from thinwire.data_parallel.all_reduce import all_reduce as all_reduce
-    from thinwire.memory import Memory as Memory
-    from thinwire.memory.channel import Channel as Channel
 
 __version__ = "0.2.0"
 

@@ -7,19 +7,7 @@ Data parallel: `compress_ddp`, `compress_fsdp`, `compress_trainer`, `Reducer`, `
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from thinwire.data_parallel.all_reduce import all_reduce as all_reduce
-    from thinwire.data_parallel.checkpoint import read_state as read_state
-    from thinwire.data_parallel.ddp import compress_ddp as compress_ddp
-    from thinwire.data_parallel.fsdp import compress_fsdp as compress_fsdp
-    from thinwire.data_parallel.reducer import Reducer as Reducer
-    from thinwire.data_parallel.tied_embedding import TiedEmbedding as TiedEmbedding
-    from thinwire.data_parallel.trainers import compress_trainer as compress_trainer
-    from thinwire.pipeline.message_choice import Plan as Plan
-    from thinwire.pipeline.pipeline import Pipeline as Pipeline
-    from thinwire.pipeline.stage import CompressedStage as CompressedStage
+from typing import Any
 
 _HOME = {
     "Reducer": "thinwire.data_parallel.reducer",

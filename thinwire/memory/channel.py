@@ -11,19 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import frame as framing
 from thinwire.codecs.base import Codec, describe_nonfinite, raw_bytes
-from thinwire.collectives.base import Collective, State
-from thinwire.collectives.groups import Group
 from thinwire.errors import UsageError
 from thinwire.kernels.checksum import checksums
 from thinwire.kernels.random import derive
 from thinwire.memory.deferred import DeferredChecks
-from thinwire.memory.group_reduce import reduce_by_rule
+from thinwire.memory.group_reduce import Averaging, State, reduce_by_rule
 from thinwire.memory.keyed_codec import KeyedCodec, Layout
 from thinwire.memory.rule import Memory, Plain
 from thinwire.memory.state import KeyedState, key_name, parse_key
@@ -43,10 +42,10 @@ class Channel:
     """
 
     def __init__(
-        self, codec: Codec | Collective, memory: Memory | None = None, *, seed: int = 0, name: str = "channel",
+        self, codec: Codec | Averaging, memory: Memory | None = None, *, seed: int = 0, name: str = "channel",
         measure_every: int = 16, defer: bool | None = None,
     ) -> None:  # fmt: skip
-        if not isinstance(codec, (Codec, Collective)):
+        if not isinstance(codec, (Codec, Averaging)):
             raise UsageError(f"a channel takes a codec or a collective, not {codec!r}")
         self.codec, self.seed, self.name, self.defer = codec, seed, name, defer
         self.state = KeyedState(memory or Plain())
@@ -205,9 +204,9 @@ class Channel:
 
     # --- a group
 
-    def reduce(self, key: Key, x: Tensor, group: Group = None) -> Tensor:
+    def reduce(self, key: Key, x: Tensor, group: Any = None) -> Tensor:
         """The mean of x over the group, through the collective: y = h̄ + mean d_i (memory/group_reduce.py)."""
-        if not isinstance(self.codec, Collective):
+        if not isinstance(self.codec, Averaging):
             raise UsageError(f"{self.name}: reduce takes a collective, not {self.codec!r}")
         own_state = dict(self.staged_collective.get(key) or self.collective_state.get(key, {}))
         y = reduce_by_rule(

@@ -8,18 +8,33 @@ On a refresh, which the whole group draws alike, h_i ← x_i and h̄ ← mean x.
 
 from __future__ import annotations
 
+from typing import Any, Protocol, runtime_checkable
+
 import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec
-from thinwire.collectives.base import Collective, State
-from thinwire.collectives.groups import Group
 from thinwire.memory.state import KeyedState
 from thinwire.memory.store import Key
 
+State = dict[str, Tensor]  # a collective's own tensors, by name
+
+
+@runtime_checkable
+class Averaging(Protocol):
+    """What a channel asks of a collective; collectives/base.py says it in full, and what a group is."""
+
+    def exchange(
+        self, u: Tensor, group: Any = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """(the mean of u over the group, this member's own part of it)."""
+
+    def mean(self, x: Tensor, group: Any = None) -> Tensor:
+        """The exact mean of x over the group."""
+
 
 def reduce_by_rule(
-    collective: Collective, state: KeyedState, key: Key, x: Tensor, group: Group, *, collective_state: State, step: int,
+    collective: Averaging, state: KeyedState, key: Key, x: Tensor, group: Any, *, collective_state: State, step: int,
     seed: int,
 ) -> Tensor:  # fmt: skip
     """The mean of x over the group.

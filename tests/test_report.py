@@ -276,7 +276,7 @@ MISTAKES = {
     "nowhere": (None, "no such folder"),
     "no metrics": ("", "is no run: it has no metrics.jsonl"),
     "empty": ([""], "has no step and no evaluation yet"),
-    "not events": (["hello\n"], "its first line is no event"),
+    "not events": (["hello\n"], "holds no event"),
     "only begun": (['{"kind": "run", "step": 0, "name": "x"}\n'], "has no step and no evaluation yet"),
 }
 
@@ -302,7 +302,7 @@ def test_other_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         ([run, run], "given twice"),
         ([run, "--out", str(tmp_path / "page.txt")], "must end in .html"),
         ([run, "--out", "/proc/nowhere/p.html"], "cannot write /proc/nowhere/p.html"),
-        ([str(tmp_path / "binary")], "is not text"),
+        ([str(tmp_path / "binary")], "holds no event"),
     ):
         assert main(["report", *words]) == 2
         line = capsys.readouterr().err.strip().splitlines()[-1]
@@ -322,7 +322,7 @@ def test_what_is_wrong_with_the_runs_stands_on_the_page(tmp_path: Path) -> None:
     page = ET.fromstring(text)
     notes = " ".join("".join(item.itertext()) for item in page.iter("li"))
     assert "different models (parameters: off 300000, <b>& 7)" in notes
-    assert "<b>&: metrics.jsonl is damaged at line 21 of 21" in notes and "has not ended" in notes
+    assert "<b>&: metrics.jsonl: line 21 cannot be read" in notes and "has not ended" in notes
     assert "off: 1 steps have no finite loss" in notes
     words = "".join(page.itertext())
     assert "No timeline: run.toml is not TOML" in words and "No timeline: the folder has no run.toml" in words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from thinwire.lab.errors import RankFailed
 from thinwire.train import local, rank
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.folder_lock import locked
+from thinwire.train.metrics import EventReader, Metrics, read_events, say_unreadable
 
 
 @pytest.fixture
@@ -161,7 +164,7 @@ def test_a_rank_gives_a_status_where_it_failed(monkeypatch, capsys):
     def fail(*_, **__):
         raise RunFailed("lost rank 3: gone")
 
-    monkeypatch.setattr(local, "train_rank", fail)
+    monkeypatch.setattr(rank, "train_rank", fail)
     with pytest.raises(SystemExit) as end:
         local._train(None, False, None)
     assert end.value.code == 1 and capsys.readouterr().err == "thinwire: lost rank 3: gone\n"
@@ -192,3 +195,34 @@ def test_code_is_loaded_from_folders_of_ones_own_only(tmp_path):
         mine.chmod(0o700)
         os.chown(mine, 12345, 12345)
         assert not is_ours(mine)
+
+
+def test_what_is_readable_of_the_metrics_is_kept_and_the_rest_named(tmp_path):
+    """A garbled line, one that is no object, and one that is no text, in the midst of good ones."""
+    good = [{"kind": "step", "step": step, "loss": 1.0} for step in (1, 2, 3, 4)]
+    lines = [json.dumps(event).encode() for event in good]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join([lines[0], b"{oops", lines[1], b"[1]", b"\xff\xfe", lines[2], lines[3], b'{"kin']))
+    assert read_events(path) == good
+    metrics = Metrics(tmp_path, resumed_at=3)
+    metrics.close()
+    assert metrics.unreadable == [2, 4, 5, 8] and read_events(path) == good[:3]
+    assert say_unreadable(metrics.unreadable).startswith("lines 2, 4, 5, 8 cannot be read")
+
+
+def test_a_growing_file_is_read_once(tmp_path):
+    """What is new, a line at a time as it comes; all of it again once another file has taken its name."""
+    path, event = tmp_path / "metrics.jsonl", {"kind": "step", "step": 1}
+    reader = EventReader(path)
+    assert reader.poll() == []
+    path.write_text(json.dumps(event))
+    assert reader.poll() == []  # the line has no end yet
+    with path.open("a") as file:
+        file.write("\n" + json.dumps({**event, "step": 2}) + "\n")
+    assert [e["step"] for e in reader.poll()] == [1, 2]
+    with mock.patch("json.loads", side_effect=AssertionError("read again")):
+        assert len(reader.poll()) == 2
+    other = tmp_path / "other"
+    other.write_text(json.dumps({**event, "step": 7}) + "\n")
+    os.replace(other, path)
+    assert [e["step"] for e in reader.poll()] == [7]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import UsageError
-from thinwire.train.metrics import METRICS, read_events
+from thinwire.train.metrics import METRICS, EventReader, say_unreadable
 
 CHANNELS = ("forward", "backward", "gradient", "embedding")
 Event = Mapping[str, Any]
@@ -153,22 +153,16 @@ def read_run(folder: Path) -> Run:
     return replace(run, notes=(*notes, *_lacks(run)))
 
 
-def _events(path: Path) -> tuple[list[Event], list[str]]:
-    """Whole events with a step number, and a note where the file holds more than these."""
+def _events(path: Path) -> tuple[Sequence[Event], list[str]]:
+    """The events of a run, and a note where the file holds lines that are none."""
+    reader = EventReader(path)
     try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-        read = read_events(path)
+        events = reader.finish()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"{path} is not text: it is no metrics file of `thinwire train`") from None
-    events: list[Event] = [e for e in read if isinstance(e, Mapping) and number(e, "step") is not None]
-    if lines and not events:
-        raise UsageError(f"{path}: its first line is no event of `thinwire train`")
-    if len(read) < len(lines):
-        return events, [f"{METRICS} is damaged at line {len(read) + 1} of {len(lines)}: what follows is left out"]
-    dropped = len(read) - len(events)
-    return events, [f"{METRICS}: {dropped} lines are no events, and left out"] if dropped else []
+    if reader.unreadable and not events:
+        raise UsageError(f"{path} holds no event: it is no metrics file of `thinwire train`")
+    return events, [f"{METRICS}: {say_unreadable(reader.unreadable)}"] if reader.unreadable else []
 
 
 def _config(folder: Path) -> str:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from thinwire.config.quantities import parse_rate
 from thinwire.errors import RunFailed, UsageError
 from thinwire.lab import Job, Network, RankFailed, check
 from thinwire.terminal import progress
 from thinwire.train.config.sections import TrainConfig
-from thinwire.train.metrics import METRICS, read_events
+from thinwire.train.metrics import METRICS, Event, EventReader, read_events
 from thinwire.train.show import describe
 from thinwire.train.stop import StopRequest
 
 PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.rank")
 WATCH = 0.5
-Event = dict[str, Any]
 FAILED, MISTAKE, SAYS = 1, 2, "thinwire: "  # a rank's exit statuses, and how its last line begins: as the command's
 
 
@@ -57,19 +55,19 @@ def _watched(
     path = Path(config.run.out) / METRICS
     if not resume and path.exists():
         path.unlink()
-    before = read_events(path)
+    before, reader = read_events(path), EventReader(path)
     job = net.start(_train, config, resume, rate, per_host=config.mesh.tp, echo=False)
     asked = False
-    while not job.watch(WATCH) and begun(path, before) is None:
+    while not job.watch(WATCH) and begun(reader.poll(), before) is None:
         _check_time(job, timeout)
         asked = asked or _pass_on(stop, job)
-    total, done = begun(path, before) or (1, 0)
+    total, done = begun(reader.poll(), before) or (1, 0)
     shown = 0
     with progress(label, total, done) as advance:
         running = True
         while running:
             running = not job.watch(WATCH)
-            new = added(read_events(path), before)
+            new = added(reader.poll(), before)
             for event in new[shown:]:
                 if event["kind"] == "note":
                     print(event["text"], file=sys.stderr, flush=True)
@@ -82,11 +80,10 @@ def _watched(
     return read_events(path)
 
 
-def begun(path: Path, before: Sequence[Event]) -> tuple[int, int] | None:
+def begun(events: Sequence[Event], before: Sequence[Event]) -> tuple[int, int] | None:
     """(steps in all, steps done before) of a run that has written its first event; None until then.
 
-    `path`: its metrics. `before`: the events that were there when it was started, of the run that it resumes."""
-    events = read_events(path)
+    events: its own so far. before: those that were there when it was started, of the run that it resumes."""
     steps = next((event["steps"] for event in events if event["kind"] == "run"), None)
     new = added(events, before)
     if steps is None or not new:

@@ -23,7 +23,7 @@ from thinwire.train.checkpoint import CHECKPOINTS, Checkpoints, refuse_second_ru
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.data.batches import Batch, held_out_batches
 from thinwire.train.learning_rate import rate
-from thinwire.train.metrics import Metrics
+from thinwire.train.metrics import Metrics, say_unreadable
 from thinwire.train.model.tensor_parallel import concerns, plain_name, read_back, saved_name
 from thinwire.train.publish import publish
 from thinwire.train.stop import StopRequest
@@ -58,6 +58,8 @@ class Trainer:
             self._load(found)
         if self.rank == 0:
             self.metrics = Metrics(self.out, self.step if found is not None else None)
+            if found is not None and self.metrics.unreadable:
+                self._note(f"{self.metrics.path}: {say_unreadable(self.metrics.unreadable)}")
         for text in self.notes:
             self._write("note", text=text)
         self.steps = self.parts.steps

@@ -1,13 +1,16 @@
-"""What a run records: one JSON line an event (metrics.jsonl), and TensorBoard where it is installed."""
+"""What a run records: one JSON line per event (metrics.jsonl), and TensorBoard where it is installed."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 METRICS = "metrics.jsonl"
+Event = dict[str, Any]
 
 
 class Metrics:
@@ -17,8 +20,12 @@ class Metrics:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / METRICS
-        kept = [] if resumed_at is None else [e for e in read_events(self.path) if e.get("step", 0) <= resumed_at]
-        self.path.write_text("".join(json.dumps(event) + "\n" for event in kept))
+        before = EventReader(self.path)
+        kept = [] if resumed_at is None else [e for e in before.finish() if e["step"] <= resumed_at]
+        self.unreadable = before.unreadable  # lines of the run before
+        anew = self.path.with_suffix(".part")
+        anew.write_text("".join(json.dumps(event) + "\n" for event in kept))
+        os.replace(anew, self.path)
         self.file = self.path.open("a", buffering=1)
         self.board: Any = None
         if importlib.util.find_spec("tensorboard") is not None:
@@ -40,15 +47,72 @@ class Metrics:
             self.board.close()
 
 
-def read_events(path: str | Path) -> list[dict[str, Any]]:
-    """All whole lines; the last may be cut off where a run was killed."""
-    target = Path(path)
-    if not target.exists():
-        return []
-    events = []
-    for line in target.read_text().splitlines():
+class EventReader:
+    """The events of a metrics file, read as the file grows.
+
+    events: all so far. unreadable: numbers of whole lines that hold no event; they are left out.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._restart(None)
+
+    def poll(self) -> list[Event]:
+        """Read what is new; all events so far. A file that was written anew is read from its start."""
         try:
-            events.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return events
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return self.events
+        with file:
+            about = os.fstat(file.fileno())
+            if about.st_ino != self._inode or about.st_size < self._offset:
+                self._restart(about.st_ino)
+            file.seek(self._offset)
+            *lines, self._rest = file.read().split(b"\n")
+        for line in lines:
+            self._offset += len(line) + 1
+            self._lines += 1
+            event = _event(line)
+            if event is not None:
+                self.events.append(event)
+            elif line.strip():
+                self.unreadable.append(self._lines)
+        return self.events
+
+    def finish(self) -> list[Event]:
+        """All events of a file that does not grow any more: the last line may lack its end."""
+        self.poll()
+        last = _event(self._rest)
+        if last is not None:
+            return [*self.events, last]
+        if self._rest.strip():
+            self.unreadable.append(self._lines + 1)
+        return self.events
+
+    def _restart(self, inode: int | None) -> None:
+        self.events: list[Event] = []
+        self.unreadable: list[int] = []
+        self._inode = inode
+        self._offset = 0
+        self._lines = 0
+        self._rest = b""
+
+
+def _event(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line.decode())
+    except ValueError:  # no JSON, or no text
+        return None
+    whole = isinstance(event, dict) and isinstance(event.get("kind"), str) and isinstance(event.get("step"), int)
+    return event if whole else None
+
+
+def say_unreadable(lines: Sequence[int]) -> str:
+    """In words, for these numbers of lines."""
+    some = ", ".join(map(str, lines[:9])) + (", …" if len(lines) > 9 else "")
+    return f"{'line' if len(lines) == 1 else 'lines'} {some} cannot be read as events, and are left out"
+
+
+def read_events(path: str | Path) -> list[Event]:
+    """All events of a run; lines that hold none are left out."""
+    return EventReader(path).finish()

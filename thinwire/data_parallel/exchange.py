@@ -29,6 +29,7 @@ class Exchange:
     def __init__(self, shapes: Mapping[str, Shape], reduction: Reduction, group: Group = None, seed: int = 0) -> None:
         self.reduction = reduction
         self.group = Metered(unmetered(group))
+        self.size = world(group)[0]  # known also after the group is destroyed
         self.units = make_units(shapes, reduction)
         self.channels = {
             unit: Channel(
@@ -50,8 +51,7 @@ class Exchange:
 
     def summary(self, skips: int) -> Summary:
         """What was sent, next to what a ring in float32 would have sent. skips: steps that were rolled back."""
-        size = world(self.group)[0]
-        ring = 2 * 4 * self.averaged * (size - 1) // size
+        ring = 2 * 4 * self.averaged * (self.size - 1) // self.size
         return Summary(self.steps - self.resumed, self.sent, ring, skips)
 
     @property

@@ -146,7 +146,7 @@ def test_nothing_survives_kill_9_of_the_launcher(tmp_path: Path, delay: float | 
         if delay is None:
             assert launcher.stdout.readline() == b"up\n"
             until = time.monotonic() + 20
-            while len(processes_with(token)) < 10:  # launcher, guard, keeper, delay, three ranks, their daemons
+            while len(processes_with(token)) < 10:  # launcher, guard, supervisor, delay, three ranks, their daemons
                 assert time.monotonic() < until
                 time.sleep(0.02)
         else:

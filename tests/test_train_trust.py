@@ -149,7 +149,7 @@ def ended(statuses: dict[int, int], output: dict[int, list[str]]) -> SimpleNames
     def results():
         raise RankFailed(first, f"host{first}", statuses[first], output[first])
 
-    return SimpleNamespace(seats=[SimpleNamespace(rank=r) for r in statuses], output=output.get, results=results)
+    return SimpleNamespace(placements=[SimpleNamespace(rank=r) for r in statuses], output=output.get, results=results)
 
 
 def test_a_rank_that_lost_another_ends_the_run_in_one_line():

@@ -1,4 +1,4 @@
-"""The launcher's end of a keeper: starts it, asks it, hears its events, ends it. Every wait has a limit."""
+"""The launcher's side of a supervisor: starts it, sends requests, receives events, ends it. Every wait has a limit."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ _SLICE = 0.05  # how long one thread keeps the connection from another
 
 
 class Client:
-    """A keeper, as the launcher sees it. `hear` gets every event that is not an answer."""
+    """A supervisor, as the launcher sees it.
 
-    def __init__(self, hear: Callable[[Event], None], variables: dict[str, str]) -> None:
-        self._hear = hear
+    on_event: called with every event that is not an answer.
+    variables: the environment of the supervisor's process.
+    """
+
+    def __init__(self, on_event: Callable[[Event], None], variables: dict[str, str]) -> None:
+        self._on_event = on_event
         self._lock = threading.RLock()
         self._connection, self._process = _start(variables)
 
     def ask(self, request: str, *arguments: Any, limit: float = ANSWER_SECONDS) -> Any:
-        """Send a request and wait for its answer; events that come first are heard first."""
+        """Send a request and wait for its answer up to `limit` seconds; events that come before it are handled."""
         with self._lock:
             self._send((request, arguments))
             until = time.monotonic() + limit
@@ -40,18 +44,18 @@ class Client:
                     continue
                 if event[0] == "reply":
                     return event[1]
-                self._heard(event)
+                self._handle(event)
         self.close()
         raise LabError(f"the lab did not answer {request!r} within {limit:g} s and was ended")
 
     def listen(self, seconds: float) -> None:
-        """Hear what has come, waiting up to `seconds` for something."""
+        """Handle the events that have come, waiting up to `seconds` for the first."""
         until = time.monotonic() + seconds
         while True:
             with self._lock:
                 event = self._next(min(_SLICE, max(0.0, until - time.monotonic())))
                 if event is not None:
-                    self._heard(event)
+                    self._handle(event)
                     until = 0.0
                 elif time.monotonic() >= until:
                     return
@@ -61,7 +65,7 @@ class Client:
         return dict(self.ask("counters"))
 
     def close(self) -> None:
-        """Hang up, and see the guard gone; by force if need be."""
+        """Close the connection and wait for the guard to end; after END_SECONDS it is killed."""
         self._connection.close()
         try:
             self._process.wait(END_SECONDS)
@@ -79,9 +83,9 @@ class Client:
         try:
             return self._connection.recv() if self._connection.poll(seconds) else None
         except (EOFError, OSError):
-            raise LabError("the lab's keeper has ended unexpectedly") from None
+            raise LabError("the lab's supervisor has ended unexpectedly") from None
 
-    def _heard(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         if event[0] == "unavailable":
             _, what, number, text = event
             raise Unavailable(explain(str(what), int(str(number)), str(text)))
@@ -89,7 +93,7 @@ class Client:
             raise UsageError(str(event[1]))
         if event[0] == "broken":
             raise LabError(str(event[1]))
-        self._hear(event)
+        self._on_event(event)
 
 
 def _start(variables: dict[str, str]) -> tuple[Connection[Any, Any], subprocess.Popen[bytes]]:
@@ -99,7 +103,7 @@ def _start(variables: dict[str, str]) -> tuple[Connection[Any, Any], subprocess.
     ours, theirs = Pipe()
     launcher = os.pidfd_open(os.getpid())
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; from thinwire.lab.keeper import guard; "
+        f"import sys; sys.path[:] = {sys.path!r}; from thinwire.lab.supervisor import guard; "
         f"guard({theirs.fileno()}, {launcher})"
     )
     try:

@@ -34,6 +34,7 @@ TIMED_OUT = 124  # the status of the `timeout` program
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions and options of `thinwire lab` on its parser."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     run = actions.add_parser(
         "run",
@@ -42,8 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument("--hosts", metavar="N", help="how many hosts (2 unless told)")
-    run.add_argument("--rate", help="of every host's link, both ways, such as 100mbit (unlimited unless told)")
+    run.add_argument("--hosts", metavar="N", help="how many hosts (default 2)")
+    run.add_argument("--rate", help="of every host's link, both ways, such as 100mbit (default: unlimited)")
     run.add_argument("--up", help="what a host may send, if it differs from --rate")
     run.add_argument("--down", help="what a host may receive, if it differs from --rate")
     run.add_argument("--latency", help="one-way delay between hosts, such as 10ms")
@@ -64,6 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the program of the parsed command line on its network and print what crossed; the exit status."""
     if not args.command:
         raise UsageError("no program: write it after --, as in `thinwire lab run --hosts 4 -- python train.py`")
     limit, per_host = parse_time(args.timeout, "timeout"), _count(args.per_host, "per-host")
@@ -82,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
-    """The network's arguments, as far as given; a topology file excludes the others."""
+    """The arguments of `Network` that were given; a topology file excludes the others."""
     names = ("hosts", "rate", "up", "down", "latency", "loss", "mtu")
     given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.topology is not None and given:
-        raise UsageError(f"--topology says all about the network; leave out --{next(iter(given))}")
+        raise UsageError(f"--topology describes the whole network; leave out --{next(iter(given))}")
     if "hosts" in given:
         given["hosts"] = _count(given["hosts"], "hosts")
     if given.get("mtu", "").isdecimal():  # what is no number is refused as a wrong one is
@@ -95,7 +97,7 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _count(text: str, what: str) -> int:
-    """A whole number from 1; read here and not by argparse, whose complaint is longer than a line."""
+    """A whole number from 1; read here and not by argparse, whose error message is longer than one line."""
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"{what} {text!r}: allowed is a whole number from 1")
     return int(text)
@@ -122,7 +124,7 @@ def _wait(net: Network, job: Job, limit: float) -> tuple[int, str]:
 
 
 def _live() -> Live | nullcontext[None]:
-    """A line at the foot of a terminal; nothing elsewhere. What ranks print scrolls above it."""
+    """A line at the bottom of a terminal; nothing elsewhere. What ranks print scrolls above it."""
     if not sys.stderr.isatty():
         return nullcontext()
     console = Console(stderr=True)
@@ -173,6 +175,7 @@ def _record(
             for name, link in net.topology.links.items()
         ],
         "ranks": [
-            {"rank": seat.rank, "host": seat.host, "status": code} for seat, code in zip(job.seats, job.statuses)
+            {"rank": place.rank, "host": place.host, "status": code}
+            for place, code in zip(job.placements, job.statuses)
         ],
     }

@@ -1,9 +1,9 @@
 """Latency and loss in user space, for kernels without netem.
 
-A process of our own stands between two devices: it takes each packet from one, holds it until its time has
-come and puts it into the other. Raw packet sockets need only capabilities inside our own network namespace,
+A process of our own forwards packets between two devices: it receives each packet from one, holds it for the latency
+and sends it into the other. Raw packet sockets need only capabilities inside our own network namespace,
 so this works without root (a tun device would need a /dev/net/tun that everyone may open). Packets travel
-with their offload header (PACKET_VNET_HDR): a 64 kB bundle that TCP leaves for the card to cut stays one.
+with their offload header (PACKET_VNET_HDR): a 64 kB bundle that TCP leaves for the network card to segment stays one.
 """
 
 from __future__ import annotations
@@ -18,28 +18,33 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-_SOL_PACKET, _VNET_HEADER, _IGNORE_OUTGOING = 263, 15, 23
+_SOL_PACKET = 263
+_VNET_HEADER = 15
+_IGNORE_OUTGOING = 23
 _ALL_PROTOCOLS = 0x0003
 _LARGEST = 10 + 18 + (1 << 16)  # offload header, Ethernet header, the largest IP packet
 _BUFFER = 4 << 20  # asked of the kernel, which grants what its limits allow
 _RETRY = 1e-3
-_BATCH = 64  # packets taken from one device before the next one has its turn
+_BATCH = 64  # packets received from one device before the next device is served
 
 
 @dataclass
 class Lane:
-    """One direction of one delayed link: from a port to a port, `delay` seconds later."""
+    """One direction of one delayed link: what arrives at `source` is sent to `target` `delay` seconds later.
+
+    loss: the probability that a packet is dropped. limit: bytes held at most.
+    """
 
     source: socket.socket
     target: socket.socket
     delay: float
     loss: float = 0.0
-    limit: int = 64 << 20  # bytes under way; more is dropped, as a full router would
+    limit: int = 64 << 20  # more is dropped, as a router with a full queue drops it
     _held: deque[tuple[float, bytes]] = field(default_factory=deque)
     _bytes: int = 0
 
     def take(self, chance: random.Random) -> None:
-        """Move what has arrived onto the lane."""
+        """Receive the packets that have arrived; `chance` decides which are lost."""
         for _ in range(_BATCH):
             try:
                 packet = self.source.recv(_LARGEST)
@@ -51,7 +56,7 @@ class Lane:
             self._bytes += len(packet)
 
     def give(self, now: float) -> float:
-        """Hand over what is due. Returns the time at which to call again (infinity: nothing is held)."""
+        """Send the packets that are due at `now`. Returns when to call again (infinity: nothing is held)."""
         while self._held:
             due, packet = self._held[0]
             if due > now:
@@ -59,7 +64,7 @@ class Lane:
             try:
                 self.target.send(packet)
             except BlockingIOError:
-                return now + _RETRY  # our share of the device's queue is full
+                return now + _RETRY  # the socket's send buffer is full
             except OSError:
                 pass  # the device is down or its queue is full: the packet is lost, as on a real link
             self._held.popleft()
@@ -68,25 +73,26 @@ class Lane:
 
 
 def start_relay(links: list[tuple[str, str, float, float]]) -> int:
-    """Fork a relay for links given as (device below, device above, delay up, loss up); its process id.
+    """Fork a relay and return its process id; it is forwarding when this returns.
 
-    It keeps nothing else of this process open, and is at work when this returns.
+    links: per link (device below, device above, delay upwards in seconds, probability of loss upwards). The relay
+    keeps nothing else of this process open.
     """
-    told, tell = os.pipe()
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        _be_relay(links, tell)
-    os.close(tell)
-    answer = os.read(told, 4)
-    os.close(told)
+        _be_relay(links, write_end)
+    os.close(write_end)
+    answer = os.read(read_end, 4)
+    os.close(read_end)
     if not answer or int(answer):
         number = int(answer or errno.ECHILD)
         raise OSError(number, f"packet sockets: {os.strerror(number)}")
     return child
 
 
-def _be_relay(links: list[tuple[str, str, float, float]], tell: int) -> NoReturn:
-    os.dup2(tell, 3)
+def _be_relay(links: list[tuple[str, str, float, float]], status_pipe: int) -> NoReturn:
+    os.dup2(status_pipe, 3)
     os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # low numbers are free again: `select` takes none above 1023
     lanes: list[Lane] = []
     try:
@@ -114,7 +120,7 @@ def _open_port(device: str) -> socket.socket:
 
 
 def _relay(lanes: list[Lane], seed: int = 0) -> NoReturn:
-    """Run the lanes for ever: the life of a process that ends with the lab."""
+    """Forward packets until the process is killed, which happens when the lab ends."""
     chance = random.Random(seed)
     by_source = {lane.source.fileno(): lane for lane in lanes}
     wake = float("inf")

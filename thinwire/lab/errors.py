@@ -1,4 +1,4 @@
-"""What can go wrong in a lab: it cannot be had here, a rank failed, time ran out."""
+"""What can go wrong in a lab: the machine forbids it, a rank failed, time ran out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from thinwire.errors import UsageError
 
 
 class Unavailable(UsageError):
-    """This machine does not let us make a network; the message says why and what would help."""
+    """This machine does not allow a network to be made; the message gives the reason and a remedy."""
 
 
 class LabError(RuntimeError):
@@ -14,16 +14,24 @@ class LabError(RuntimeError):
 
 
 class RankFailed(LabError):
-    """A rank ended badly, and the others were stopped. `output` is the last it said."""
+    """A rank failed, and the others were stopped.
+
+    rank, host: which one, and the label of its host.
+    status: its exit status; negative: the signal that killed it.
+    output: the last lines it printed.
+    """
 
     def __init__(self, rank: int, host: str, status: int, output: list[str]) -> None:
-        self.rank, self.host, self.status, self.output = rank, host, status, output
-        said = "\n".join(f"  {line}" for line in output) or "  (it said nothing)"
-        super().__init__(f"rank {rank} on {host} {describe(status)}; its last output:\n{said}")
+        self.rank = rank
+        self.host = host
+        self.status = status
+        self.output = output
+        lines = "\n".join(f"  {line}" for line in output) or "  (it printed nothing)"
+        super().__init__(f"rank {rank} on {host} {describe(status)}; its last output:\n{lines}")
 
 
 class DeadLink(LabError):
-    """A host lost a connection for want of an answer, the ranks went on waiting, and were stopped."""
+    """TCP on `host` gave a connection up because no answer came; the ranks went on waiting and were stopped."""
 
     def __init__(self, host: str) -> None:
         self.host = host

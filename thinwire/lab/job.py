@@ -14,7 +14,7 @@ from thinwire.errors import UsageError
 from thinwire.lab.client import Client
 from thinwire.lab.errors import DeadLink, LabError, LabTimeout, RankFailed
 from thinwire.lab.netlink import Traffic
-from thinwire.lab.program import Seat
+from thinwire.lab.program import Placement
 from thinwire.lab.ranks import GRACE, Event
 
 LAST_LINES = 20
@@ -22,10 +22,15 @@ _STOP_SECONDS = 2 * GRACE + 5.0
 
 
 class Results(Sequence[Any]):
-    """What a run gave: indexed by rank, the functions' return values (None for commands)."""
+    """The results of a run, indexed by rank: what the function returned (None for commands).
+
+    traffic: per link, what crossed during the run. seconds: from the start to the end of the last rank.
+    """
 
     def __init__(self, values: list[Any], traffic: dict[str, Traffic], seconds: float) -> None:
-        self.values, self.traffic, self.seconds = values, traffic, seconds
+        self.values = values
+        self.traffic = traffic
+        self.seconds = seconds
 
     @overload
     def __getitem__(self, rank: int) -> Any: ...
@@ -39,18 +44,23 @@ class Results(Sequence[Any]):
 
     @property
     def total_sent(self) -> int:
-        """Bytes all links carried upwards; in one site, what all hosts sent."""
+        """Bytes that all links carried upwards; in one site, what all hosts sent."""
         return sum(traffic.sent for traffic in self.traffic.values())
 
 
 class Job:
-    """Made by `Network.start`."""
+    """A program running on a network; made by `Network.start`.
 
-    def __init__(self, client: Client, seats: list[Seat], echo: bool) -> None:
-        self._client, self.seats, self._echo = client, seats, echo
+    client: the connection to the supervisor. placements: where each rank runs. echo: print the ranks' output.
+    """
+
+    def __init__(self, client: Client, placements: list[Placement], echo: bool) -> None:
+        self._client = client
+        self.placements = placements
+        self._echo = echo
         self._statuses: dict[int, int] = {}
         self._answers: dict[int, bytes] = {}
-        self._last: list[deque[str]] = [deque(maxlen=LAST_LINES) for _ in seats]
+        self._last: list[deque[str]] = [deque(maxlen=LAST_LINES) for _ in placements]
         self._before = client.traffic()
         self._began, self._ended = time.monotonic(), 0.0
         self._first_failure: int | None = None
@@ -58,7 +68,7 @@ class Job:
 
     @property
     def done(self) -> bool:
-        return len(self._statuses) == len(self.seats)
+        return len(self._statuses) == len(self.placements)
 
     @property
     def seconds(self) -> float:
@@ -68,23 +78,23 @@ class Job:
     @property
     def statuses(self) -> list[int | None]:
         """Each rank's exit status (negative: a signal; None: still running)."""
-        return [self._statuses.get(seat.rank) for seat in self.seats]
+        return [self._statuses.get(place.rank) for place in self.placements]
 
     def output(self, rank: int) -> list[str]:
         """The last lines a rank wrote."""
         return list(self._last[rank])
 
     def watch(self, seconds: float) -> bool:
-        """Handle what the ranks say for up to `seconds`; true once all have ended."""
+        """Handle the ranks' output and exits for up to `seconds`; true once all have ended."""
         until = time.monotonic() + seconds
         while not self.done and time.monotonic() < until:
             self._client.listen(min(0.5, until - time.monotonic()))
         return self.done
 
     def wait(self, timeout: float = 600.0) -> Results:
-        """Until every rank has ended; raises `RankFailed`, `DeadLink` or `LabTimeout`."""
+        """Wait up to `timeout` seconds until every rank has ended; raises `RankFailed`, `DeadLink` or `LabTimeout`."""
         if not self.watch(timeout):
-            running = ", ".join(seat.label for seat in self.seats if seat.rank not in self._statuses)
+            running = ", ".join(place.label for place in self.placements if place.rank not in self._statuses)
             message = f"still running after {self.seconds:.0f} s, and stopped: {running}"
             self.stop()
             raise LabTimeout(message)
@@ -95,9 +105,9 @@ class Job:
         if self._dead_link is not None:
             raise DeadLink(self._dead_link)
         if self._first_failure is not None:
-            seat = self.seats[self._first_failure]
-            raise RankFailed(seat.rank, seat.label, self._statuses[seat.rank], self.output(seat.rank))
-        answers = (self._answers[seat.rank] for seat in self.seats)
+            place = self.placements[self._first_failure]
+            raise RankFailed(place.rank, place.label, self._statuses[place.rank], self.output(place.rank))
+        answers = (self._answers[place.rank] for place in self.placements)
         return Results([pickle.loads(a) if a else None for a in answers], self.traffic(), self.seconds)
 
     def traffic(self) -> dict[str, Traffic]:
@@ -110,7 +120,7 @@ class Job:
         self._signal(rank, signal.SIGKILL)
 
     def ask_to_end(self, rank: int) -> None:
-        """SIGTERM for a rank, which may take its time over it."""
+        """SIGTERM for a rank; it may finish what it is doing first."""
         self._signal(rank, signal.SIGTERM)
 
     def pause(self, rank: int) -> None:
@@ -121,25 +131,25 @@ class Job:
         self._signal(rank, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End every rank, by force after a grace."""
+        """SIGTERM for every rank, and SIGKILL for those that have not ended after a grace period."""
         self._client.ask("stop")
         if not self.watch(_STOP_SECONDS):
             raise LabError("ranks could not be stopped")
 
     def _signal(self, rank: int, number: int) -> None:
-        if not 0 <= rank < len(self.seats):
-            raise UsageError(f"rank {rank}: the ranks are 0 to {len(self.seats) - 1}")
+        if not 0 <= rank < len(self.placements):
+            raise UsageError(f"rank {rank}: the ranks are 0 to {len(self.placements) - 1}")
         self._client.ask("signal", rank, int(number))
 
-    def hear(self, event: Event) -> None:
-        """An event from the keeper: output of a rank, its end, or a dead link."""
+    def handle(self, event: Event) -> None:
+        """An event from the supervisor: output of a rank, its end, or a dead link."""
         kind, rank, *rest = event
         if kind == "dead":
             self._dead_link = str(rank)
             return
         assert isinstance(rank, int)
         if kind == "output":
-            self._say(rank, str(rest[0]), str(rest[1]))
+            self._record_output(rank, str(rest[0]), str(rest[1]))
             return
         status, answer = rest
         assert isinstance(status, int) and isinstance(answer, bytes)
@@ -149,9 +159,9 @@ class Job:
         if self.done:
             self._ended = time.monotonic()
 
-    def _say(self, rank: int, stream: str, text: str) -> None:
+    def _record_output(self, rank: int, stream: str, text: str) -> None:
         target = sys.stdout if stream == "out" else sys.stderr
         for line in text.splitlines():
             self._last[rank].append(line)
             if self._echo:
-                print(f"{self.seats[rank].label} | {line}", file=target, flush=True)
+                print(f"{self.placements[rank].label} | {line}", file=target, flush=True)

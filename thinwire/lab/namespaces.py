@@ -1,4 +1,4 @@
-"""The few Linux calls the lab rests on: namespaces, mounts, parent-death signals, capabilities.
+"""The few Linux calls that the lab needs: namespaces, mounts, parent-death signals, capabilities.
 
 Called through ctypes because Python 3.11 has no `os.unshare`, and so that the `unshare`, `ip` and `tc`
 programs need not be installed. Namespaces are held by open descriptors only and never get a name in a file
@@ -13,8 +13,15 @@ import signal
 import socket
 from pathlib import Path
 
-NEW_MOUNTS, NEW_HOSTNAME, NEW_USER, NEW_PIDS, NEW_NET = 0x20000, 0x4000000, 0x10000000, 0x20000000, 0x40000000
-_BIND, _RECURSIVE, _PRIVATE, _DETACH = 4096, 16384, 1 << 18, 2
+NEW_MOUNTS = 0x20000
+NEW_HOSTNAME = 0x4000000
+NEW_USER = 0x10000000
+NEW_PIDS = 0x20000000
+NEW_NET = 0x40000000
+_BIND = 4096
+_RECURSIVE = 16384
+_PRIVATE = 1 << 18
+_DETACH = 2
 _SET_PARENT_DEATH_SIGNAL, _DROP_FROM_BOUNDING_SET = 1, 24
 _NETWORK_CAPABILITIES = (12, 13, 21)  # CAP_NET_ADMIN, CAP_NET_RAW, CAP_SYS_ADMIN
 _CAPABILITY_VERSION_3 = 0x20080522

@@ -1,8 +1,8 @@
 """Network devices by rtnetlink, the kernel's own interface: what `ip` and `tc` would do, without them.
 
 A message is a header, a fixed struct and a list of attributes; the kernel answers each with an error number
-(0 is success). A `Netlink` speaks to the network namespace its process was in when it was made, whichever
-it enters later.
+(0 is success). A `Netlink` is connected to the network namespace that its process was in when it was made, whichever
+the process enters later.
 """
 
 from __future__ import annotations
@@ -13,24 +13,52 @@ import struct
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
-NEW_LINK, GET_LINK, SET_LINK, NEW_ADDRESS, NEW_NEIGHBOUR, NEW_QDISC, DELETE_QDISC = 16, 18, 19, 20, 28, 36, 37
-REQUEST, ACK, DUMP, EXCLUSIVE, CREATE, REPLACE = 0x1, 0x4, 0x300, 0x200, 0x400, 0x100
+NEW_LINK = 16
+GET_LINK = 18
+SET_LINK = 19
+NEW_ADDRESS = 20
+NEW_NEIGHBOUR = 28
+NEW_QDISC = 36
+DELETE_QDISC = 37
+REQUEST = 0x1
+ACK = 0x4
+DUMP = 0x300
+EXCLUSIVE = 0x200
+CREATE = 0x400
+REPLACE = 0x100
 _ERROR, _DONE = 2, 3
-_MAC, _IFNAME, _MTU, _MASTER, _LINKINFO, _STATS64, _NET_NS_FD, _GSO_MAX_SEGMENTS = 1, 3, 4, 10, 18, 23, 28, 40
-_INFO_KIND, _INFO_DATA, _VETH_PEER = 1, 2, 1
+_MAC = 1
+_IFNAME = 3
+_MTU = 4
+_MASTER = 10
+_LINKINFO = 18
+_STATS64 = 23
+_NET_NS_FD = 28
+_GSO_MAX_SEGMENTS = 40
+_INFO_KIND = 1
+_INFO_DATA = 2
+_VETH_PEER = 1
 _UP = 1
-_PORT_INFO, _NESTED, _PORT_STATE, _FORWARDING, _DISABLED = 12, 0x8000, 1, 3, 0
+_PORT_INFO = 12
+_NESTED = 0x8000
+_PORT_STATE = 1
+_FORWARDING = 3
+_DISABLED = 0
 _DESTINATION, _STATION = 1, 2  # a neighbour's address and its MAC
-_PERMANENT, _NO_ARP, _AT_SWITCH = 0x80, 0x40, 0x04
-_HEADER, _LINK, _ADDRESS = struct.Struct("IHHII"), struct.Struct("BxHiII"), struct.Struct("BBBBi")
-TIMEOUT = 10.0  # the kernel answers in microseconds; this only keeps a fault from becoming a hang
+_PERMANENT = 0x80
+_NO_ARP = 0x40
+_AT_SWITCH = 0x04
+_HEADER = struct.Struct("IHHII")
+_LINK = struct.Struct("BxHiII")
+_ADDRESS = struct.Struct("BBBBi")
+TIMEOUT = 10.0  # seconds; the kernel answers in microseconds, so this only turns a hang into an error
 
 
 @dataclass(frozen=True)
 class Traffic:
     """What crossed one device or link, in bytes (headers included) and in packets.
 
-    A packet may be a bundle of up to 64 kB that TCP left for the device to cut; `dropped` counts lost ones.
+    A packet may be a bundle of up to 64 kB that TCP left for the device to segment; `dropped` counts lost packets.
     """
 
     sent: int
@@ -88,11 +116,11 @@ class Netlink:
         )
 
     def attach(self, index: int, bridge: int) -> None:
-        """Plug a device into a switch."""
+        """Attach the device with this index to a switch."""
         self._ask(NEW_LINK, 0, _link(index) + attribute(_MASTER, struct.pack("I", bridge)))
 
     def set_bundle(self, index: int, packets: int) -> None:
-        """How many packets TCP may hand to the device as one, for the "card" to cut (1: no such offload)."""
+        """How many packets TCP may hand to the device as one, for the device to segment (1: no such offload)."""
         self._ask(NEW_LINK, 0, _link(index) + attribute(_GSO_MAX_SEGMENTS, struct.pack("I", packets)))
 
     def set_up(self, index: int) -> None:
@@ -112,15 +140,16 @@ class Netlink:
         self._ask(NEW_ADDRESS, CREATE | EXCLUSIVE, head + attribute(1, packed) + attribute(2, packed))
 
     def add_neighbours(self, index: int, neighbours: Iterable[tuple[str, bytes]]) -> None:
-        """Tell a host who is where, so that it need not ask: the kernel's table of answers is small and is
-        shared by all namespaces (64 hosts overflow it), and questions would be counted as traffic."""
+        """Enter the hosts' (address, MAC) pairs in a host's neighbour table, so that it sends no ARP requests: the
+        kernel's table of ARP answers is small and is shared by all namespaces (64 hosts overflow it), and requests
+        would be counted as traffic."""
         head = _neighbour(socket.AF_INET, index, _PERMANENT, 0)
         for address, mac in neighbours:
             where = attribute(_DESTINATION, socket.inet_aton(address)) + attribute(_STATION, mac)
             self._ask(NEW_NEIGHBOUR, CREATE | REPLACE, head + where)
 
     def add_station(self, port: int, mac: bytes) -> None:
-        """Tell a switch behind which port a host is, so that it never floods."""
+        """Enter at a switch behind which port a MAC is, so that it never floods."""
         head = _neighbour(socket.AF_BRIDGE, port, _NO_ARP, _AT_SWITCH)
         self._ask(NEW_NEIGHBOUR, CREATE | REPLACE, head + attribute(_STATION, mac))
 
@@ -136,7 +165,7 @@ class Netlink:
             return
 
     def counters(self) -> dict[str, Traffic]:
-        """Every device's counters by name: the figures of /sys/class/net/NAME/statistics, in one question."""
+        """Every device's counters by name: the figures of /sys/class/net/NAME/statistics, in one request."""
         result = {}
         for message in self._talk(GET_LINK, DUMP, _link()):
             found = dict(_attributes(message[_LINK.size :]))

@@ -23,8 +23,8 @@ from thinwire.lab.program import (
     Program,
     PythonProgram,
     describe_function,
+    placements,
     python_words,
-    seats,
 )
 from thinwire.lab.ranks import Event
 from thinwire.lab.topology import MTU, SUBNET, Host, HostLink, Topology, flat, load, make_link
@@ -36,7 +36,7 @@ class Network:
     """Hosts with shaped links between them, for the length of a `with` block.
 
         with Network(hosts=4, rate="100mbit") as net:
-            results = net.run(function, argument)     # on every host; one return value a rank
+            results = net.run(function, argument)     # on every host; one return value per rank
             print(results[0], results.traffic["host0"].sent)
 
     `rate` sets both directions, `up` and `down` each; `latency` is one way, host to host; `mtu` is the largest
@@ -85,7 +85,7 @@ class Network:
 
     def __enter__(self) -> Network:
         began = time.monotonic()
-        self._client = Client(self._hear, _variables({}))
+        self._client = Client(self._on_event, _variables({}))
         try:
             made = self._ask("build", self.topology, self._patience)
         except BaseException:
@@ -136,9 +136,9 @@ class Network:
             raise UsageError("a program is running on this network already")
         if per_host < 1:
             raise UsageError(f"per_host {per_host!r}: allowed is a whole number from 1")
-        places = seats(self.topology, per_host)
+        places = placements(self.topology, per_host)
         base = _variables(env or {})
-        variables = [base | seat.variables(self.topology, per_host, self._runs) for seat in places]
+        variables = [base | place.variables(self.topology, per_host, self._runs) for place in places]
         ready = self._program(program, arguments, variables, fork)
         self._runs += 1
         self._job = Job(self._open(), places, echo)
@@ -195,10 +195,11 @@ class Network:
         self._rates[name] = new
 
     def link_down(self, link: str | int) -> None:
-        """Pull a host's (or site's) cable."""
+        """Cut the link of a host or the uplink of a site."""
         self._ask("connect", self._link(link)[0], False)
 
     def link_up(self, link: str | int) -> None:
+        """Restore a link that `link_down` cut."""
         self._ask("connect", self._link(link)[0], True)
 
     def _link(self, link: str | int) -> tuple[str, HostLink]:
@@ -217,12 +218,12 @@ class Network:
             raise LabError("the network is not open: use it in a `with` block")
         return self._client
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if self._job is not None:
-            self._job.hear(event)
+            self._job.handle(event)
 
 
 def _variables(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment for the ranks; output as it comes, and one thread each unless told
-    otherwise: all hosts share this machine's cores (torchrun does the same)."""
+    """This process's environment for the ranks. By default output is not buffered and each rank has one thread: all
+    hosts share this machine's cores (torchrun does the same)."""
     return {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"} | dict(os.environ) | dict(extra)

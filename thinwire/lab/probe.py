@@ -1,4 +1,4 @@
-"""What this machine lets the lab do: asked by `thinwire doctor`, answered by trying."""
+"""What the lab can do on this machine: found by trying, for `thinwire doctor`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Finding:
 
 
 def check() -> list[Finding]:
-    """Make two small networks, one of them with latency, run a program on each, and say how it went."""
+    """Make two small networks, one of them with latency, run a program on each, and return what worked."""
     network = _try("lab: shaped links", latency=0.0)
     if not network.ok:
         return [network]

@@ -21,17 +21,19 @@ FIRST_PORT, PORTS = 29500, 1000
 
 
 @dataclass(frozen=True)
-class Seat:
-    """One rank's place."""
+class Placement:
+    """Where one rank runs: its number, its host, and its number among the host's ranks."""
 
     rank: int
     host_number: int
     host: str
     local_rank: int
-    label: str  # what stands before its output
+    label: str  # printed before each line of its output
 
     def variables(self, topology: Topology, per_host: int, run: int) -> dict[str, str]:
-        """What torchrun would set (rank 0 serves the store), and the device the collectives should use."""
+        """The variables that torchrun would set (rank 0 serves the store), and the device for the collectives.
+
+        run: the number of the run on this network; every run gets another port."""
         world = len(topology.hosts) * per_host
         values: dict[str, object] = {
             "RANK": self.rank,
@@ -54,34 +56,37 @@ class Seat:
         return {name: str(value) for name, value in values.items()}
 
 
-def seats(topology: Topology, per_host: int) -> list[Seat]:
-    """Ranks fill the hosts in order."""
+def placements(topology: Topology, per_host: int) -> list[Placement]:
+    """Where each rank runs: `per_host` consecutive ranks on each host, in the hosts' order."""
     result = []
     for number, host in enumerate(topology.hosts):
         for local in range(per_host):
             label = host.name if per_host == 1 else f"{host.name}.{local}"
-            result.append(Seat(number * per_host + local, number, host.name, local, label))
+            result.append(Placement(number * per_host + local, number, host.name, local, label))
     return result
 
 
 class Program(Protocol):
-    """Sent to the keeper by pickle; `perform` is called in the rank, and when it returns the rank ends."""
+    """What every rank runs. It is sent to the supervisor by pickle; the rank ends when `perform` returns.
 
-    def perform(self, seat: Seat, result: int) -> None: ...
+    perform(place, result): called in the rank; `result` is the descriptor to which it writes its result.
+    """
+
+    def perform(self, place: Placement, result: int) -> None: ...
 
 
 @dataclass(frozen=True)
 class Command:
-    """Any program, executed."""
+    """Any program, executed: its words, the environment per rank, and the working folder."""
 
     words: Sequence[str]
     variables: Sequence[dict[str, str]]  # the environment of each rank
     folder: str
 
-    def perform(self, seat: Seat, result: int) -> None:
+    def perform(self, place: Placement, result: int) -> None:
         try:
             os.chdir(self.folder)
-            os.execvpe(self.words[0], list(self.words), self.variables[seat.rank])
+            os.execvpe(self.words[0], list(self.words), self.variables[place.rank])
         except OSError as error:
             os.write(2, f"cannot run {self.words[0]}: {error.strerror}\n".encode())
             os._exit(127)
@@ -89,14 +94,14 @@ class Command:
 
 @dataclass(frozen=True)
 class PythonProgram:
-    """`python FILE …` or `python -m MODULE …` in a fork of the keeper, where torch is imported already."""
+    """`python FILE …` or `python -m MODULE …` in a fork of the supervisor, which has imported torch already."""
 
     words: Sequence[str]  # FILE … or -m MODULE …
     variables: Sequence[dict[str, str]]
     folder: str
 
-    def perform(self, seat: Seat, result: int) -> None:
-        _settle(self.variables[seat.rank], self.folder)
+    def perform(self, place: Placement, result: int) -> None:
+        _prepare(self.variables[place.rank], self.folder)
         if self.words[0] == "-m":
             sys.argv = list(self.words[1:])
             sys.path.insert(0, self.folder)
@@ -109,15 +114,15 @@ class PythonProgram:
 
 @dataclass(frozen=True)
 class Function:
-    """A function of a module, called in a fork of the keeper; what it returns goes back by pickle."""
+    """A function of a module, called in a fork of the supervisor; what it returns goes back by pickle."""
 
     call: bytes  # (function, arguments), pickled: by reference, so that it is imported in the rank
     main: dict[str, Any]  # how multiprocessing describes the launcher's main module, path and folder
     variables: Sequence[dict[str, str]]
     folder: str
 
-    def perform(self, seat: Seat, result: int) -> None:
-        _settle(self.variables[seat.rank], self.folder)
+    def perform(self, place: Placement, result: int) -> None:
+        _prepare(self.variables[place.rank], self.folder)
         spawn.prepare(self.main)
         function, arguments = pickle.loads(self.call)
         answer = pickle.dumps(function(*arguments))
@@ -126,7 +131,7 @@ class Function:
 
 
 def describe_function(function: Any, arguments: tuple[Any, ...]) -> tuple[bytes, dict[str, Any]]:
-    """Pickle a call in the launcher; what cannot travel is the user's mistake."""
+    """The pickled call, and what the rank needs to import it; UsageError where function or arguments do not pickle."""
     try:
         call = pickle.dumps((function, arguments))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -139,7 +144,7 @@ def describe_function(function: Any, arguments: tuple[Any, ...]) -> tuple[bytes,
 
 
 def python_words(words: Sequence[str]) -> list[str]:
-    """The part of a Python command line that a warmed fork can run; refuses what it cannot."""
+    """A Python command line without its interpreter and -u; UsageError where a fork cannot run it."""
     program, rest = words[0], list(words[1:])
     while rest and rest[0] == "-u":
         del rest[0]
@@ -151,7 +156,7 @@ def python_words(words: Sequence[str]) -> list[str]:
     return rest
 
 
-def _settle(variables: dict[str, str], folder: str) -> None:
+def _prepare(variables: dict[str, str], folder: str) -> None:
     """In the fork: the rank's environment, folder, and output line by line."""
     os.environ.clear()
     os.environ.update(variables)

@@ -1,7 +1,7 @@
-"""The processes of one program run: forked by the keeper, one or more in each host, watched and stopped.
+"""The processes of one program run: forked by the supervisor, one or more in each host, watched and stopped.
 
-A rank is either a command (executed), a Python program run in a fork of the warmed keeper, or a function.
-Each is the leader of its own process group, with its output and its result coming back by pipes.
+A rank is either a command (executed), a Python program run in a fork of the supervisor, which has imported its
+modules already, or a function. Each leads its own process group; its output and its result come back by pipes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from thinwire.lab.namespaces import (
     rename_host,
     show_network,
 )
-from thinwire.lab.program import Program, Seat
+from thinwire.lab.program import Placement, Program
 from thinwire.lab.program import __file__ as program_file
 
-GRACE = 2.0  # seconds between asking a rank to stop and killing it
+GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 STREAMS = ("out", "err", "result")
 _CHUNK = 1 << 16
 Event = tuple[object, ...]
@@ -37,9 +37,9 @@ Event = tuple[object, ...]
 
 @dataclass
 class _Rank:
-    """A rank as the keeper knows it: its process, and what is still in its pipes."""
+    """A rank as the supervisor knows it: its process, and what is still in its pipes."""
 
-    seat: Seat
+    place: Placement
     process: int
     pipes: dict[int, str]  # descriptor → stream
     rest: dict[str, bytearray] = field(default_factory=lambda: {stream: bytearray() for stream in STREAMS})
@@ -47,7 +47,11 @@ class _Rank:
 
 
 class Ranks:
-    """One run. `report` gets ("output", rank, stream, text) and ("exit", rank, status, result) events."""
+    """The ranks of one run.
+
+    selector: to which their pipes are added.
+    report: called with ("output", rank, stream, text) and ("exit", rank, status, result) events.
+    """
 
     def __init__(self, selector: selectors.BaseSelector, report: Callable[[Event], None]) -> None:
         self._selector, self._report = selector, report
@@ -58,17 +62,17 @@ class Ranks:
     def running(self) -> bool:
         return any(rank.status is None for rank in self._ranks)
 
-    def start(self, program: Program, seats: list[Seat], host_namespaces: list[int]) -> None:
+    def start(self, program: Program, placements: list[Placement], host_namespaces: list[int]) -> None:
         """Fork every rank. In the ranks this does not return."""
         self._ranks, self._kill_at = [], float("inf")
-        for seat in seats:
+        for place in placements:
             pipes = [os.pipe() for _ in STREAMS]
             process = os.fork()
             if process == 0:
-                _perform(program, seat, [write for _, write in pipes], host_namespaces[seat.host_number])
+                _perform(program, place, [write for _, write in pipes], host_namespaces[place.host_number])
             with suppress(PermissionError):  # the child does it too; whoever is first, a signal finds the group
                 os.setpgid(process, process)
-            self._watch(_Rank(seat, process, {read: name for (read, _), name in zip(pipes, STREAMS)}))
+            self._watch(_Rank(place, process, {read: name for (read, _), name in zip(pipes, STREAMS)}))
             for _, write in pipes:
                 os.close(write)
 
@@ -79,7 +83,7 @@ class Ranks:
             self._selector.register(descriptor, selectors.EVENT_READ, lambda fd=descriptor: self._read(rank, fd))
 
     def _read(self, rank: _Rank, descriptor: int) -> bool:
-        """Take what one pipe holds, pass on whole lines. False once there is no more to come."""
+        """Read what one pipe holds and report whole lines. False once the pipe is empty or closed."""
         try:
             data = os.read(descriptor, _CHUNK)
         except BlockingIOError:
@@ -99,11 +103,11 @@ class Ranks:
         rest = rank.rest[stream]
         end = rest.rfind(b"\n") + 1 if whole and len(rest) < _CHUNK else len(rest)
         if end:
-            self._report(("output", rank.seat.rank, stream, rest[:end].decode(errors="replace")))
+            self._report(("output", rank.place.rank, stream, rest[:end].decode(errors="replace")))
             del rest[:end]
 
     def reaped(self, process: int, status: int) -> None:
-        """A child of the keeper has ended. The first bad ending stops the other ranks."""
+        """A child of the supervisor has ended. The first bad ending stops the other ranks."""
         for rank in self._ranks:
             if rank.process == process:
                 self._finish(rank, os.waitstatus_to_exitcode(status))
@@ -121,12 +125,12 @@ class Ranks:
         for stream in ("out", "err"):
             self._pass_on(rank, stream, whole=False)
         rank.status = status
-        self._report(("exit", rank.seat.rank, status, bytes(rank.rest["result"])))
+        self._report(("exit", rank.place.rank, status, bytes(rank.rest["result"])))
         if status != 0:
             self.stop()
 
     def stop(self) -> None:
-        """Ask every rank to end, and kill after a grace what has not."""
+        """SIGTERM for every rank; `tick` kills those that have not ended after GRACE seconds."""
         if self._kill_at == float("inf"):
             self._kill_at = time.monotonic() + GRACE
             for rank in self._ranks:
@@ -134,7 +138,7 @@ class Ranks:
                 self._signal(rank, signal.SIGCONT)
 
     def tick(self) -> None:
-        """Called every moment: carries out the end of the grace."""
+        """Called regularly: kills the ranks that have not ended when the grace period is over."""
         if time.monotonic() >= self._kill_at:
             self._kill_at = time.monotonic() + GRACE
             for rank in self._ranks:
@@ -149,11 +153,11 @@ class Ranks:
                 os.killpg(rank.process, number)
 
 
-def _perform(program: Program, seat: Seat, outputs: list[int], namespace: int) -> None:
-    """In the child: be the rank, then leave. This does not return."""
+def _perform(program: Program, place: Placement, outputs: list[int], namespace: int) -> None:
+    """In the child: run the rank's program, then exit. This does not return."""
     try:
-        _become(seat, outputs, namespace)
-        program.perform(seat, outputs[2])
+        _become(place, outputs, namespace)
+        program.perform(place, outputs[2])
         _leave(0)
     except SystemExit as end:
         if isinstance(end.code, str):
@@ -166,7 +170,7 @@ def _perform(program: Program, seat: Seat, outputs: list[int], namespace: int) -
 
 def _leave(status: int) -> None:
     """End as the interpreter would (threads joined, exit functions run, output flushed), but without unloading
-    libraries: in a forked process some of them only fill the screen with what they could not unload."""
+    libraries: in a forked process some of them print many lines about what they could not unload."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -175,15 +179,15 @@ def _leave(status: int) -> None:
 
 
 def _without_lab(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """A trace that starts where the user's code does."""
+    """The trace without the lab's own frames at its start."""
     ours = {__file__, program_file}
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
     return trace
 
 
-def _become(seat: Seat, outputs: list[int], namespace: int) -> None:
-    """In the child: move into the host, lose the power to reshape it, connect the outputs."""
+def _become(place: Placement, outputs: list[int], namespace: int) -> None:
+    """In the child: enter the host's namespace, drop the capabilities to reshape its link, connect the outputs."""
     os.setpgid(0, 0)
     for number, descriptor in enumerate(outputs[:2], start=1):
         os.dup2(descriptor, number)
@@ -192,5 +196,5 @@ def _become(seat: Seat, outputs: list[int], namespace: int) -> None:
     enter(namespace)
     private_mounts()
     show_network()
-    rename_host(seat.host)
+    rename_host(place.host)
     drop_network_capabilities()

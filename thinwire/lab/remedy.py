@@ -18,7 +18,10 @@ _SWITCHES = (
 
 
 def explain(what: str, number: int, text: str) -> str:
-    """Why a step of making a network failed, and the remedy, in one line."""
+    """Why a step of making a network failed, and the remedy, in one line.
+
+    what: the request that failed. number: its errno. text: the error's own text.
+    """
     return f"the lab cannot make {_thing(what)}: {text}; {_remedy(number)}"
 
 

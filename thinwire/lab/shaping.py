@@ -1,6 +1,6 @@
 """How a link is made slow: the kernel's token bucket for the rate, its netem for latency and loss.
 
-A token bucket lets through `rate` bytes a second and at most `burst` bytes at once. The burst must grow
+A token bucket lets through `rate` bytes per second and at most `burst` bytes at once. The burst must grow
 with the rate: the kernel refills it when a timer fires, and at 1 Gb/s a small bucket runs dry in between
 (32 kB gives 839 Mb/s, 512 kB gives 957). It must stay small otherwise, because a message smaller than the
 burst crosses at no cost.
@@ -15,23 +15,31 @@ from thinwire.lab.topology import MTU
 
 ROOT = 0xFFFFFFFF
 _KIND, _OPTIONS = 1, 2
-_TBF_PARAMETERS, _TBF_RATE64, _TBF_BURST = 1, 4, 6
+_TBF_PARAMETERS = 1
+_TBF_RATE64 = 4
+_TBF_BURST = 6
 _ETHERNET = 1
 _TICK = 64e-9  # the unit of times in queueing disciplines
 
-BURST_SECONDS, SMALLEST_BURST = 4e-3, 4096  # 500 kB at 1 Gb/s, 50 kB at 100 Mb/s, 16 ms worth at 2 Mb/s
-ETHERNET, BUNDLE_BYTES = 14, 44 * 1514  # bytes before a packet; the 64 kB that TCP hands over at once
-QUEUE_SECONDS, SMALLEST_QUEUE = 0.2, 128 << 10  # what waits at a busy link before packets are dropped
-_BUCKET, _NETEM, _BELOW_NETEM = 0x10000, 0x20000, 0x20001  # the names 1:, 2: and 2:1
+BURST_SECONDS = 4e-3  # of the rate: 500 kB at 1 Gb/s, 50 kB at 100 Mb/s
+SMALLEST_BURST = 4096  # bytes: 16 ms worth at 2 Mb/s
+ETHERNET = 14  # bytes of the header before a packet
+BUNDLE_BYTES = 44 * 1514  # the 64 kB that TCP hands to the device at once
+QUEUE_SECONDS = 0.2  # of the rate: what waits at a busy link before packets are dropped
+SMALLEST_QUEUE = 128 << 10  # bytes
+# the names 1:, 2: and 2:1
+_BUCKET = 0x10000
+_NETEM = 0x20000
+_BELOW_NETEM = 0x20001
 
 
 def burst_bytes(rate: float, mtu: int = MTU) -> int:
-    """The bucket's size for a rate in bit/s: two packets at least."""
+    """The bucket's size in bytes for a rate in bit/s and packets of at most `mtu` bytes: two packets at least."""
     return max(SMALLEST_BURST, 2 * (mtu + ETHERNET), round(rate / 8 * BURST_SECONDS))
 
 
 def bundle_packets(rate: float | None, mtu: int = MTU) -> int:
-    """How many packets TCP may hand over as one: what fits the bucket, or the kernel would cut it up first.
+    """How many packets TCP may hand over as one: what fits the bucket, or the kernel would segment it first.
 
     On a lossy link it must be 1 instead: a lost packet is one packet, not a bundle of them.
     """
@@ -40,7 +48,7 @@ def bundle_packets(rate: float | None, mtu: int = MTU) -> int:
 
 
 def queue_bytes(rate: float, mtu: int = MTU) -> int:
-    """How much may wait for a link of this rate: a router's buffer, enough that TCP fills the link."""
+    """How many bytes may wait for a link of this rate in bit/s: a router's buffer, enough that TCP fills the link."""
     return burst_bytes(rate, mtu) + max(SMALLEST_QUEUE, round(rate / 8 * QUEUE_SECONDS))
 
 
@@ -53,9 +61,10 @@ def shape(
     netem: bool = False,
     mtu: int = MTU,
 ) -> None:
-    """Set what leaves a device: at most `rate` bit/s (None: unlimited) and, with netem, late and with losses.
+    """Set what leaves device `index`: at most `rate` bit/s (None: unlimited) and, with `netem`, `latency` seconds
+    later and with probability `loss` not at all; packets have at most `mtu` bytes.
 
-    With netem the rate's bucket hangs below it: packets wait for their latency, then for tokens. What waits
+    With netem the rate's bucket is its child: packets wait for their latency, then for tokens. What waits
     in an old queue is lost: a bundle larger than the new bucket would wait there for ever.
     """
     netlink.delete_qdisc(index, ROOT)

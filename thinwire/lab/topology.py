@@ -1,12 +1,12 @@
 """Who is connected to whom, and how fast: hosts on a switch, or sites with a slow link between them.
 
-Every host hangs on its site's switch by a link of its own. With more than one site each switch hangs on a
-core by an uplink, which all traffic of that site to the others shares:
+Every host is connected to its site's switch by a link of its own. With more than one site each switch is connected
+to a core by an uplink, which all traffic of that site to the others shares:
 
     host ─link─ site switch ─uplink─ core ─uplink─ site switch ─link─ host
 
-A latency is the one-way delay a packet suffers on leaving: from host to host it is the sender's link latency,
-plus the sending site's uplink latency if it crosses.
+A latency is the one-way delay of a packet on its way up: from host to host it is the latency of the sender's link,
+plus that of the sending site's uplink if the packet crosses it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from thinwire.errors import UsageError
 
 SUBNET = "10.77.0.0/24"
 LONGEST_LATENCY = 10.0
-MTU, MTUS = 1500, (576, 9216)  # Ethernet's, and what is allowed: 9000 is a jumbo frame
+MTU = 1500  # Ethernet's
+MTUS = (576, 9216)  # what is allowed: 9000 is a jumbo frame
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class HostLink:
 
 @dataclass(frozen=True)
 class Host:
+    """One host of the network: its name, IPv4 address, the name of its site, and its link to the site's switch."""
+
     name: str
     address: str
     site: str
@@ -45,7 +48,7 @@ class Host:
 
     @property
     def mac(self) -> bytes:
-        """Its Ethernet address, derived from the other one (02: locally administered)."""
+        """Its Ethernet address, derived from its IPv4 address (02: locally administered)."""
         return b"\x02\x00" + ipaddress.IPv4Address(self.address).packed
 
 
@@ -65,7 +68,7 @@ class Topology:
 
     @property
     def links(self) -> dict[str, HostLink]:
-        """Every link by the name of what hangs on it: hosts, and sites where there are several."""
+        """Every link by the name of what it connects: hosts, and sites where there are several."""
         return {h.name: h.link for h in self.hosts} | (self.sites if len(self.sites) > 1 else {})
 
     def faster_than(self, rate: float) -> bool:
@@ -83,7 +86,7 @@ class Topology:
 
 
 def flat(hosts: int, link: HostLink, subnet: str = SUBNET, mtu: int = MTU) -> Topology:
-    """`hosts` equal hosts on one switch."""
+    """`hosts` hosts with equal links on one switch; `mtu` in bytes."""
     if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
         raise UsageError(f"hosts {hosts!r}: allowed is a whole number from 1")
     return _number([(f"host{i}", "lab", link) for i in range(hosts)], {"lab": HostLink()}, subnet, mtu)

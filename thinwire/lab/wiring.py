@@ -1,8 +1,8 @@
 """Builds a topology out of network namespaces, switches and cables, and changes its links while it runs.
 
 All switches live in one namespace, the core; each host in its own, where it sees `lo` and `eth0`. What a
-host sends is shaped where it leaves the host, so that its sockets feel the slow link as they would a slow
-card; what it receives is shaped where it leaves the switch.
+host sends is shaped where it leaves the host, so that its sockets fill up as they would on a slow network card;
+what it receives is shaped where it leaves the switch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from thinwire.lab.shaping import bundle_packets, shape
 from thinwire.lab.topology import MTU, Host, HostLink, Topology
 
 DEVICE = "eth0"  # every host's only way out
-CONGESTION = ("reno", "cubic")  # what hosts' TCP goes by: the last that may be set; reno always may
+CONGESTION = ("reno", "cubic")  # congestion control of the hosts: the last that can be set; reno always can
 _CORE = "core"
 
 
@@ -37,17 +37,23 @@ class _Cable:
 
 
 class Wiring:
-    """The network in being. The process that makes one ends up in the core's namespace."""
+    """A network that has been made. The process that makes one is in the core's namespace afterwards.
+
+    netem: make latency and loss by the kernel's netem, else by a process of our own.
+    patience: seconds for which TCP in the hosts retries before it reports a dead link.
+    """
 
     def __init__(self, topology: Topology, netem: bool, patience: float) -> None:
-        self.topology, self._netem, self._patience = topology, netem, patience
+        self.topology = topology
+        self._netem = netem
+        self._patience = patience
         self.host_namespaces: list[int] = []
         self.notes: list[str] = []  # what could not be done as asked, for the user to read
         self._cables: dict[str, _Cable] = {}
         self._core_namespace = _new_network()
         self._core = Netlink()
         self._build()
-        self._introduce()
+        self._fill_switch_tables()
 
     def _build(self) -> None:
         several = len(self.topology.sites) > 1
@@ -61,8 +67,8 @@ class Wiring:
         for number, host in enumerate(self.topology.hosts):
             self._host(number, host, f"site{numbers[host.site]}")
 
-    def _introduce(self) -> None:
-        """Tell every switch where every host is. Hosts know each other from the start."""
+    def _fill_switch_tables(self) -> None:
+        """Enter at every switch behind which port every host is. Hosts have each other's addresses from the start."""
         several = len(self.topology.sites) > 1
         for host in self.topology.hosts:
             self._core.add_station(index_of(self._cables[host.name].plug), host.mac)
@@ -100,7 +106,7 @@ class Wiring:
         inside.add_neighbours(device, ((h.address, h.mac) for h in self.topology.hosts if h is not host))
 
     def _choose_congestion_control(self) -> None:
-        """In the host just entered, TCP goes by the same rule on every machine that runs a lab.
+        """In the host just entered, TCP uses the same congestion control on every machine that runs a lab.
 
         A machine may be set to BBR, under which two hosts that send to each other over a slow link at once get half
         of it and less, at random (docs/log.md): what is measured would be the machine's setting.
@@ -128,7 +134,7 @@ class Wiring:
             self.notes.append(text)
 
     def _connect(self, name: str, cable: _Cable, switch: str) -> None:
-        """Plug a cable's upper end into a switch, through a delay where the kernel has none, and shape it."""
+        """Attach a cable's upper end to a switch, through a user-space delay where netem is missing, and shape it."""
         self._cables[name] = cable
         if (cable.link.latency or cable.link.loss) and not self._netem:
             cable.extended, cable.plug = f"late{len(self._cables)}", f"plug{len(self._cables)}"
@@ -160,12 +166,12 @@ class Wiring:
         self._shape(cable)
 
     def set_connected(self, name: str, connected: bool) -> None:
-        """Cut a link at the switch, or mend it. As on a wide network the host keeps its carrier: it learns of
-        the break by silence alone."""
+        """Cut a link at the switch, or restore it. As in a wide-area network the host keeps its carrier: it notices
+        the break only because no answer comes."""
         self._core.set_forwarding(index_of(self._cables[name].plug), connected)
 
     def given_up(self) -> dict[str, int]:
-        """Per host, how many connections TCP has given up for want of an answer."""
+        """Per host, how many connections TCP has given up because no answer came."""
         result = {}
         for host, namespace in zip(self.topology.hosts, self.host_namespaces):
             enter(namespace)
@@ -176,13 +182,13 @@ class Wiring:
         return result
 
     def counters(self) -> dict[str, Traffic]:
-        """Per link, as what hangs on it sees it: what the switch got from a host is what it sent."""
+        """Per link, as its host (or site) counts it: what the switch received from a host is what the host sent."""
         devices = self._core.counters()
         return {name: devices[cable.above].from_other_end() for name, cable in self._cables.items()}
 
 
 def _new_network() -> int:
-    """A network namespace whose devices will speak IPv4 alone: IPv6 greets its neighbours, and is counted."""
+    """A network namespace with IPv4 alone: IPv6 sends messages of its own, which would be counted as traffic."""
     namespace = new_network()
     with suppress(OSError):  # a kernel without IPv6, or a container that protects its settings
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")

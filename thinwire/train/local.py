@@ -1,4 +1,4 @@
-"""A run on this machine: every rank on a host of the lab, its links as slow as asked, and progress to look at."""
+"""A run on this machine: ranks on hosts of the lab, with links of the given rate, and its progress on the terminal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from thinwire.train.show import describe
 from thinwire.train.stop import StopRequest
 
 PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.rank")
-WATCH = 0.5
-FAILED, MISTAKE, SAYS = 1, 2, "thinwire: "  # a rank's exit statuses, and how its last line begins: as the command's
+WATCH = 0.5  # seconds between two readings of the metrics
+FAILED = 1  # a rank's exit status where the run cannot go on
+MISTAKE = 2  # its exit status after a mistake of the user
+PREFIX = "thinwire: "  # before a rank's error line, as before the command's
 
 
 def train_local(
@@ -25,9 +27,15 @@ def train_local(
     timeout: float | None = None, network: Network | None = None, label: str = "train",
     stop: StopRequest | None = None,
 ) -> list[Event]:  # fmt: skip
-    """Train on hosts of the lab, the ranks of a tensor-parallel group on one; the events of the run.
+    """Train on hosts of the lab, the ranks of a tensor-parallel group on one host; returns the events of the run.
 
-    Where `stop` is asked for, the ranks write a checkpoint after their step, and the events have no end."""
+    rate, latency: of every host's link, such as "100mbit" and "10ms"; latency is one way, rate None unlimited.
+    resume: go on from the newest checkpoint.
+    timeout: seconds that the run may take; None: no limit.
+    network: a network that is open already, whose rate is `rate`; None: one is made for this run.
+    label: what stands before the progress.
+    stop: where a stop is requested, the ranks write a checkpoint after their step, and there is no event "end".
+    """
     if not check()[0].ok:
         raise UsageError("this machine forbids network namespaces (thinwire doctor says more): use torchrun instead")
     if network is not None:
@@ -37,13 +45,13 @@ def train_local(
 
 
 def _train(config: TrainConfig, resume: bool, rate: float | None) -> int:
-    """In the rank: what went wrong is its last line, and its status says so."""
+    """In the rank: an error is printed in one line, and the exit status gives its kind."""
     from thinwire.train.rank import train_rank
 
     try:
         return train_rank(config, resume, rate=rate, show=False)
     except (UsageError, RunFailed) as error:
-        print(f"{SAYS}{error}", file=sys.stderr)
+        print(f"{PREFIX}{error}", file=sys.stderr)
         raise SystemExit(MISTAKE if isinstance(error, UsageError) else FAILED) from None
 
 
@@ -101,11 +109,11 @@ def added(events: Sequence[Event], before: Sequence[Event]) -> Sequence[Event]:
 
 
 def _pass_on(stop: StopRequest | None, job: Job) -> bool:
-    """Tell the ranks to stop, where that was asked for."""
+    """Send the ranks a request to stop, where there is one."""
     if stop is None or not stop.asked:
         return False
-    for seat in job.seats:
-        job.ask_to_end(seat.rank)
+    for place in job.placements:
+        job.ask_to_end(place.rank)
     return True
 
 
@@ -117,12 +125,12 @@ def _check_end(job: Job, asked: bool) -> None:
     except RankFailed as failed:
         if asked:
             raise KeyboardInterrupt from None
-        lines = [line for seat in job.seats for line in job.output(seat.rank)]
-        said = [line.removeprefix(SAYS) for line in lines if line.startswith(SAYS)]
-        if failed.status == MISTAKE and said:
-            raise UsageError(said[-1]) from None
-        if said:
-            raise RunFailed(f"{said[0]}; go on with --resume") from None
+        lines = [line for place in job.placements for line in job.output(place.rank)]
+        errors = [line.removeprefix(PREFIX) for line in lines if line.startswith(PREFIX)]
+        if failed.status == MISTAKE and errors:
+            raise UsageError(errors[-1]) from None
+        if errors:
+            raise RunFailed(f"{errors[0]}; go on with --resume") from None
         raise
 
 

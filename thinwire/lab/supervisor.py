@@ -1,10 +1,10 @@
-"""The process that owns a network: it makes it, forks the ranks in it, and takes it along when it ends.
+"""The process that owns a network: it makes the network and forks the ranks in it; the network ends when it ends.
 
-    launcher ── guard ── keeper (process 1 of its own process namespace) ── ranks, delay
+    launcher ── guard ── supervisor (process 1 of its own process namespace) ── ranks, delay
 
-The guard does nothing but wait for either to end: if the launcher goes, however it goes, the guard goes; the
-keeper's parent-death signal kills it then, and with process 1 the kernel kills everything in the namespace.
-The network namespaces, held only by descriptors of these processes, are gone with them.
+The guard only waits for either to end. When the launcher ends, in whatever way, the guard exits. The supervisor's
+parent-death signal then kills the supervisor, and with process 1 the kernel kills everything in the namespace.
+The network namespaces are held only by descriptors of these processes, so they end with them.
 """
 
 from __future__ import annotations
@@ -32,20 +32,24 @@ from thinwire.lab.namespaces import (
     unshare,
 )
 from thinwire.lab.netlink import Traffic
-from thinwire.lab.program import Program, seats
+from thinwire.lab.program import Program, placements
 from thinwire.lab.ranks import Event, Ranks
 from thinwire.lab.topology import Topology
 from thinwire.lab.wiring import Wiring, netem_exists
 
 TICK = 0.02  # how often ended ranks are noticed
-LOOK_SECONDS, NOTICE_SECONDS = 1.0, 3.0  # how often links are looked at, and how long ranks may take to notice
+LOOK_SECONDS = 1.0  # how often links are checked
+NOTICE_SECONDS = 3.0  # how long ranks may take to notice a connection that was given up
 RELAY_RATE = 5e8  # bit/s; what the user-space delay carries with ease
 USER_SPACE_NOTE = "this kernel has no netem: latency is made in user space, and may itself limit links above 500mbit"
 HOSTS_FILE = "/etc/hosts"
 
 
 def guard(control: int, launcher: int) -> None:
-    """The guard's whole life. `control` is the connection to the launcher, `launcher` its pidfd."""
+    """The guard process: start the supervisor, wait until it or the launcher ends, exit.
+
+    control: descriptor of the connection to the launcher. launcher: descriptor of the launcher's process (pidfd).
+    """
     os.set_inheritable(control, False)
     connection: Connection[Any, Any] = Connection(control)
     try:
@@ -55,32 +59,36 @@ def guard(control: int, launcher: int) -> None:
         connection.send(("unavailable", "a user namespace", error.errno, str(error)))
         return
     armed, ready = os.pipe()
-    keeper = os.fork()
-    if keeper == 0:
+    supervisor = os.fork()
+    if supervisor == 0:
         die_with_parent()
         os.write(ready, b"1")
-        Keeper(connection).serve()
+        Supervisor(connection).serve()
         return
     connection.close()
     os.close(ready)
-    os.read(armed, 1)  # not before the keeper is sure to follow may the guard go
-    select.select([launcher, os.pidfd_open(keeper)], [], [])
+    os.read(armed, 1)  # the guard may exit only after the supervisor has set its parent-death signal
+    select.select([launcher, os.pidfd_open(supervisor)], [], [])
     os._exit(0)
 
 
 class DeadLinks:
-    """Notices a link that is dead while the program goes on waiting.
+    """Detects a link that is dead while the program goes on waiting.
 
-    TCP tells a program when it gives a connection up, but Gloo does not always pass that on (seen in one of
-    four tries with torch 2.13): its ranks then wait out the group's own time-out, half an hour. So when a
-    host's TCP has given up and no rank has ended in some seconds more, we end the run and say why.
+    TCP reports to the program when it gives a connection up, but Gloo does not always pass that on (seen in one of
+    four tries with torch 2.13): its ranks then wait for the group's own time-out, half an hour. So when a host's TCP
+    has given up and no rank has ended in NOTICE_SECONDS, the run is ended with that reason.
+
+    before: connections given up per host before the run.
     """
 
     def __init__(self, before: dict[str, int] | None = None) -> None:
         self._before = before or {}
-        self._next_look, self._since = 0.0, float("inf")
+        self._next_look = 0.0
+        self._since = float("inf")
 
     def due(self) -> bool:
+        """Is it time to check the links again?"""
         now = time.monotonic()
         if now < self._next_look:
             return False
@@ -88,7 +96,9 @@ class DeadLinks:
         return True
 
     def dead(self, given_up: dict[str, int]) -> str | None:
-        """A host that lost a connection, once its ranks have had time to notice."""
+        """The name of a host that lost a connection, once its ranks have had time to notice.
+
+        given_up: connections given up per host so far."""
         lost = next((host for host, count in given_up.items() if count > self._before.get(host, 0)), None)
         if lost is None:
             return None
@@ -96,8 +106,8 @@ class DeadLinks:
         return lost if time.monotonic() - self._since > NOTICE_SECONDS else None
 
 
-class Keeper:
-    """Answers the launcher's requests, one method each, and reports what the ranks do."""
+class Supervisor:
+    """Answers the launcher's requests, one method `do_…` per request, and reports what the ranks do."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
@@ -108,7 +118,7 @@ class Keeper:
         self._links = DeadLinks()
 
     def serve(self) -> None:
-        """Until the launcher hangs up."""
+        """Serve requests until the launcher closes the connection."""
         self._selector.register(self._connection, selectors.EVENT_READ, self._answer)
         try:
             while True:
@@ -160,7 +170,7 @@ class Keeper:
         return self._wiring
 
     def do_build(self, topology: Topology, patience: float) -> dict[str, Any]:
-        """Make the network; says how, and what could not be done."""
+        """Make the network; returns how latency is made, and notes on what could not be done."""
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a host takes two descriptors, a rank three
         private_mounts()
@@ -193,7 +203,7 @@ class Keeper:
 
     def do_start(self, program: Program, per_host: int) -> None:
         self._links = DeadLinks(self._network.given_up())
-        self._ranks.start(program, seats(self._network.topology, per_host), self._network.host_namespaces)
+        self._ranks.start(program, placements(self._network.topology, per_host), self._network.host_namespaces)
 
     def do_signal(self, rank: int, number: int) -> None:
         self._ranks.send_signal(rank, number)

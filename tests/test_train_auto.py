@@ -13,12 +13,12 @@ from train_ranks import decided, settings, without_measuring
 from thinwire.config.wire import Wire
 from thinwire.errors import UsageError
 from thinwire.lab import Network, check
-from thinwire.planner.mildest import WORTH, mildest, rungs_between
+from thinwire.planner.mildest import WORTH, levels_between, mildest
 from thinwire.planner.simulate import simulate
 from thinwire.train import build
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.metrics import read_events
-from thinwire.train.tune.auto import KINDS, Decision, decision, describe, rungs
+from thinwire.train.tune.auto import KINDS, Decision, decision, describe, level_tables
 from thinwire.train.tune.timing import Measured
 
 lab = pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)")
@@ -35,7 +35,7 @@ def config(tmp_path, wire: dict[str, Any], **changed: Any) -> TrainConfig:
 
 def fed(run: TrainConfig, rate: float, other: dict[int, float] | None = None) -> Measured:
     """Stages of 10 ms forward, codecs of 1 ms a message, links of `rate` bit/s but those from stages in `other`."""
-    tables, count = rungs(run), DEEP["pp"]
+    tables, count = level_tables(run), DEEP["pp"]
     size = {kind: [4 * VALUES / _shrinks(table) for table in tables[kind]] for kind in KINDS}
     rates = [(other or {}).get(stage, rate) for stage in range(count)]
     exchange = [[8 * nbytes / rate] * count for nbytes in size["gradient"]]
@@ -56,7 +56,7 @@ def _shrinks(table: dict[str, Any]) -> float:
 
 
 def chosen(run: TrainConfig, measured: Measured) -> Decision:
-    return decision(run, Wire.of(run.wire), rungs(run), measured)
+    return decision(run, Wire.of(run.wire), level_tables(run), measured)
 
 
 def bits(found: Decision) -> dict[str, Any]:
@@ -83,9 +83,9 @@ def test_a_fast_network_is_left_alone_and_a_slow_one_is_not(tmp_path):
 
 @pytest.mark.parametrize("rate", [1e7, 2e8, 1e9, 5e9])
 def test_the_choice_is_fast_enough_and_no_single_kind_could_be_milder(tmp_path, rate):
-    """Against all combinations of rungs, simulated one by one."""
+    """Against all combinations of levels, simulated one by one."""
     run = config(tmp_path, {"auto": True})
-    measured, tables = fed(run, rate), rungs(run)
+    measured, tables = fed(run, rate), level_tables(run)
 
     def seconds(levels):
         return simulate(measured.step(run.mesh.plan(), levels, fused=True)).makespan
@@ -95,7 +95,7 @@ def test_the_choice_is_fast_enough_and_no_single_kind_could_be_milder(tmp_path, 
     best = min(map(seconds, every))
     assert seconds(levels) <= WORTH * best * 1.001
     for kind in KINDS:
-        for level in rungs_between(measured.size[kind]):
+        for level in levels_between(measured.size[kind]):
             if measured.size[kind][level] > measured.size[kind][levels[kind]]:
                 assert seconds({**levels, kind: level}) > WORTH * best
     assert chosen(run, measured).seconds <= WORTH * best * 1.001
@@ -118,7 +118,7 @@ def test_the_given_wire_is_the_most_that_is_done(tmp_path):
     found = chosen(gradient, fed(gradient, 1e6, other=dict.fromkeys(range(4), 1e12)))
     assert bits(found) == {"gradient": 8, "embedding": 32, "backward": 32, "forward": 32}
     assert found.wire["gradient"]["exclude"] == "*.bias"
-    assert {"exclude", "unit_mb"} <= rungs(gradient)["gradient"][1].keys()
+    assert {"exclude", "unit_mb"} <= level_tables(gradient)["gradient"][1].keys()
 
 
 def test_accumulated_passes_exchange_gradients_once(tmp_path):

@@ -1,6 +1,6 @@
-"""The words of a pipeline schedule: actions such as 2F0 (stage 2, forward, micro-batch 0), read and written.
+"""The actions of a pipeline schedule, such as 2F0 (stage 2, forward, micro-batch 0), read and written.
 
-The spelling is torch.distributed.pipelining's, so lists and CSV files travel both ways:
+The spelling is torch.distributed.pipelining's, so lists and CSV files can be exchanged with torch:
 F forward · B whole backward · I backward for the input · W backward for the weights · SEND_F, RECV_F, SEND_B,
 RECV_B messages · REDUCE_GRAD the stage's gradient reduction · (3F5;4B1)OVERLAP_F_B two actions run as one.
 """
@@ -20,6 +20,8 @@ from thinwire.errors import UsageError
 
 
 class Kind(StrEnum):
+    """What an action does; the letters are explained at the top of this file."""
+
     F = "F"
     B = "B"
     I = "I"  # noqa: E741 - the literature's letter
@@ -83,7 +85,7 @@ class Schedule:
         return tuple(tuple(_with_messages(self, rank)) for rank in range(len(self.ranks)))
 
     def text(self) -> str:
-        """One line a rank."""
+        """One line per rank."""
         return "\n".join(f"rank {r}: {' '.join(map(str, ops))}" for r, ops in enumerate(self.lowered()))
 
 
@@ -123,7 +125,7 @@ def parse_action(text: str) -> Action:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """A schedule from torch's CSV: a row a rank, empty cells idle; messages are dropped and derived anew."""
+    """A schedule from torch's CSV: one row per rank, empty cells idle; messages are dropped and derived anew."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -133,14 +135,14 @@ def read_csv(path: str | Path) -> Schedule:
 
 
 def write_csv(schedule: Schedule, path: str | Path, messages: bool = False) -> None:
-    """torch's CSV, "compute_only", or "compute_comms" with `messages`."""
+    """Write torch's CSV: its format "compute_only", or with `messages` "compute_comms"."""
     rows = schedule.lowered() if messages else schedule.ranks
     with open(path, "w", newline="") as file:
         csv.writer(file).writerows(rows)
 
 
 def from_lists(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
-    """A checked schedule from action lists: every stage on one rank, every F and backward exactly once."""
+    """A checked schedule from one list of actions per rank: every stage on one rank, every F and backward once."""
     ranks = tuple(tuple(a for a in row if a.flat()[0].kind in COMPUTE) for row in rows)
     owner: dict[int, int] = {}
     seen: set[Action] = set()

@@ -3,10 +3,10 @@
 - A rank runs its actions in order, one at a time; an overlapped pair is its halves, one after the other.
 - Encoding and decoding occupy the rank, right after and right before the computation. Sending does not: the
   message holds a port for its wire time (pipeline traffic before gradients) and arrives a latency later.
-- The receiver waits only where it needs the tensor; stages on one rank hand tensors over at no cost.
-- After a stage's last weight backward (in all replicas) its gradient units go one after another, each
-  encoded, reduced and decoded beside the computation. On the wire they go in slices, between which a pipeline
-  message may pass: with slices of its own length it is delayed as if two flows shared the port.
+- The receiver waits only where it needs the tensor; stages on one rank pass tensors on at no cost.
+- After a stage's last weight backward (in all replicas) its gradient units are exchanged one after another, each
+  encoded, reduced and decoded beside the computation. On the wire they are sent in slices, between which a pipeline
+  message may be sent: with slices of its own length it is delayed as if two flows shared the port.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from thinwire.planner.graph import NONE, Graph
 from thinwire.planner.step import Hop, Send, Step, Traffic
 
 MOST_SLICES = 32  # of one unit
-BEGUN, FRESH = 1, 2  # at a port, after pipeline messages: units begun, then units not begun
-COMPUTE, ENCODE, WIRE, DECODE = "compute", "encode", "wire", "decode"
+BEGUN = 1  # priority at a port of a unit that has begun; pipeline messages have 0, and are sent first
+FRESH = 2  # priority of a unit that has not begun
+COMPUTE = "compute"
+ENCODE = "encode"
+WIRE = "wire"
+DECODE = "decode"
 
 
 class About(NamedTuple):
-    """What a task is."""
+    """What a task does, and on which rank."""
 
     what: str  # one of the four above
     replica: int
@@ -34,7 +38,8 @@ class About(NamedTuple):
 
 
 class Builder:
-    """Call `build`; then `graph`, `about` (a line a task) and `messages` (replica 0's) are complete."""
+    """Makes the task graph of a step. After `build` its `graph`, `about` (one entry per task) and `messages` (of
+    replica 0) are complete."""
 
     def __init__(self, step: Step) -> None:
         self.step, self.schedule = step, step.schedule
@@ -111,7 +116,7 @@ class Builder:
         return last
 
     def _tie(self, replica: int, hop: Hop, reduced: list[int]) -> None:
-        """The tied embedding's exchange, at both ends: fused after their backward, else after both sums."""
+        """The tied embedding's exchange, on first and last stage: fused after their backward, else after both sums."""
         first, final = 0, self.schedule.stages - 1
         fused = self.step.embedding_fused or not reduced
         before = self._finished(first) + self._finished(final) if fused else [reduced[first], reduced[final]]

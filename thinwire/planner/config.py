@@ -1,4 +1,4 @@
-"""run.toml for the planner: read, checked key by key, and a commented example to start from."""
+"""A plan file: read, and checked key by key. planner/example.toml is a commented example."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ TRAINED = {"data", "optim", "run"}  # sections that only a run of `thinwire trai
 
 @dataclass(frozen=True)
 class Run:
-    """Everything the planner needs to know of a training run."""
+    """Everything that the planner needs to know about a training run."""
 
     model: Model
     dp: int
     pp: int
-    tp: int  # slices of every layer, on neighbouring ranks; one of them is simulated
+    tp: int  # slices of every layer, on consecutive ranks; one of them is simulated
     schedule: Schedule
     sequences: int  # of one micro-batch
     work: Work
     network: Network
     machine: Machine
-    encode: float  # bytes of fp32 a second
-    decode: float
+    encode: float  # bytes of fp32 per second
+    decode: float  # likewise
     wire: Wire | None
 
     def at(self, rate: float | None, latency: float | None = None) -> Run:
-        """The same run on a slow network of another rate (bit/s) or latency."""
+        """The same run on a slow network of another rate (bit/s) or latency (seconds, one way)."""
         across = self.network.across
         link = replace(across, rate=rate, latency=across.latency if latency is None else latency)
         return replace(self, network=replace(self.network, across=link))
 
 
 def load(path: str | Path, rate: str | None = None, latency: str | None = None) -> Run:
-    """Read a plan file; `rate` and `latency` from the command line go before those of `[network]`."""
+    """Read a plan file; `rate` and `latency` from the command line override those of `[network]`."""
     document = read_toml(path)
     if TRAINED & document.keys():
         raise UsageError(
@@ -72,12 +72,14 @@ def load(path: str | Path, rate: str | None = None, latency: str | None = None) 
 
 
 def read_run(document: Mapping[str, Any], folder: Path = Path(), name: str = "run.toml") -> Run:
-    """A parsed plan; `name` is what its own `[wire]` is called in tables."""
+    """A parsed plan, checked. `folder`: where its files are; `name`: what its own `[wire]` is called in tables."""
     for section, table in document.items():
         _check_keys(section, table)
     get = {section: document.get(section, {}) for section in KEYS}
     model = _model(get["model"])
-    dp, pp, tp = (_count("mesh", get["mesh"], key, 1) for key in ("dp", "pp", "tp"))
+    dp = _count("mesh", get["mesh"], "dp", 1)
+    pp = _count("mesh", get["mesh"], "pp", 1)
+    tp = _count("mesh", get["mesh"], "tp", 1)
     if model.hidden % tp or model.vocab % tp:
         raise UsageError(f"[mesh] tp = {tp}: must divide hidden = {model.hidden} and vocab = {model.vocab}")
     schedule = _schedule(get["schedule"], pp, _count("batch", get["batch"], "microbatches"), folder)
@@ -159,7 +161,7 @@ def _work(table: Mapping[str, Any], model: Model, schedule: Schedule, sequences:
         rate = tp * _positive("compute", table, "flops", 0.0)
         return work_from_flops(model, schedule.stages, sequences, rate)
     if "forward" not in table:
-        raise UsageError("[compute]: give forward (and backward) seconds a stage, or flops a second")
+        raise UsageError("[compute]: give forward (and backward) seconds per stage, or flops per second")
     forward = _seconds(table, "forward", schedule)
     backward = _seconds(table, "backward", schedule) if "backward" in table else [2 * t for t in forward]
     half = tuple(t / 2 for t in backward)
@@ -167,7 +169,7 @@ def _work(table: Mapping[str, Any], model: Model, schedule: Schedule, sequences:
 
 
 def _seconds(table: Mapping[str, Any], key: str, schedule: Schedule) -> list[float]:
-    """One time for a rank's whole share (split over its stages), or a list with one a stage."""
+    """Seconds per stage, from one time per rank (split over its stages) or a list with one time per stage."""
     value = table[key]
     if not isinstance(value, list):
         each = parse_time(value, f"[compute] {key}")
@@ -181,13 +183,11 @@ def _network(table: Mapping[str, Any]) -> Network:
     if "rate" not in table:
         raise UsageError("no rate: give --rate 100mbit, or rate under [network]")
     duplex = _flag("network", table, "full_duplex", True)
-    across, inside = (
-        LinkSpeed(
-            parse_rate(table.get(f"{at}rate"), f"{at}rate"),
-            parse_time(table.get(f"{at}latency", 0.0)),
-            duplex,
-        )
-        for at in ("", "inside_")
-    )
     sites = _count("network", table, "ranks_per_site", 0, least=0)
-    return Network(across, inside, sites, _flag("network", table, "shared_uplink", False))
+    shared = _flag("network", table, "shared_uplink", False)
+    return Network(_link_speed(table, "", duplex), _link_speed(table, "inside_", duplex), sites, shared)
+
+
+def _link_speed(table: Mapping[str, Any], prefix: str, duplex: bool) -> LinkSpeed:
+    rate = parse_rate(table.get(f"{prefix}rate"), f"{prefix}rate")
+    return LinkSpeed(rate, parse_time(table.get(f"{prefix}latency", 0.0)), duplex)

@@ -1,10 +1,10 @@
 """Which messages are worth compressing: those the step waits for.
 
-A message with slack may be slower for free; one without delays the end. So: simulate with nothing compressed,
-compress the messages without slack, simulate again (others have become critical), until every message that
-still has no slack is compressed already or would not get faster. While ports serve in the same order, the end
-then lies no later than with everything compressed and equally dear codecs: the critical path holds compressed
-messages only. The sets name messages by (traffic, stage, micro-batch), so both peers can evaluate them alike.
+A message with slack may be slower without delaying the end of the step; one without slack delays it. So: simulate with
+nothing compressed, compress the messages without slack, and simulate again (others have become critical), until every
+message that still has no slack is compressed already or would not get faster. While ports serve in the same order, the
+step then ends no later than with everything compressed and codecs of equal cost: the critical path has compressed
+messages only. The sets name messages by (traffic, stage, micro-batch), so both peers evaluate them to the same result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Predicate = Callable[[Send], bool]
 
 @dataclass(frozen=True)
 class Choice:
-    """The messages to compress, the (virtual) stages whose gradients to compress, and what then happens."""
+    """The messages to compress, the (virtual) stages whose gradients to compress, and the simulated step with these."""
 
     sends: frozenset[Send]
     gradients: frozenset[int]
@@ -29,7 +29,9 @@ class Choice:
 
 
 def choose(plain: Step, packed: Step) -> Choice:
-    """The set from slack, for two steps that differ in what their messages cost. The best round is kept."""
+    """The set from slack; the best round is kept.
+
+    plain, packed: the same step with nothing compressed and with everything that may be."""
     picked: set[Send] = set()
     latest = best = _outcome(plain, packed, picked)
     while fresh := _worth(latest.result, packed, picked):
@@ -41,8 +43,8 @@ def choose(plain: Step, packed: Step) -> Choice:
 
 
 def choose_by(plain: Step, packed: Step, when: Mapping[Traffic, str], stages: Stages) -> Choice:
-    """The set by the rules of a wire: `when` of each kind of messages, `stages` of gradients. Slack decides where they
-    leave it to slack ("critical", "slack"), and nowhere else."""
+    """The set by the rules of a wire: `when` by kind of message, `stages` of gradients. Slack decides where a rule is
+    "critical" or "slack", and nowhere else."""
     last = epilogue(packed)
     listed = frozenset[int]() if stages == SLACK else chosen_stages(stages, packed.schedule.stages)
 

@@ -35,6 +35,7 @@ LABELLED = 600  # boxes; beyond, micro-batch numbers would be unreadable
 
 
 def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure to `path`, making its folder; UsageError where that is not possible."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)
@@ -43,7 +44,7 @@ def save(figure: Figure, path: str | Path) -> None:
 
 
 def timeline(result: Result, title: str) -> Figure:
-    """A band a rank: computation and codecs above, what its port sends below; the critical path outlined."""
+    """One band per rank: computation and codecs above, what its port sends below; the critical path outlined."""
     spans = [s for s in result.spans() if s.finish > s.start]
     ranks = len(result.step.schedule.ranks)
     figure = Figure(figsize=(WIDTH, min(40.0, 1.6 + 0.75 * ranks)), layout="constrained")
@@ -136,7 +137,7 @@ def _legend(figure: Figure, used: set[str]) -> None:
 
 
 def sweep(curves: Sequence[Curve], rates: Sequence[float], title: str) -> Figure:
-    """Step seconds against rate, both logarithmic; a ring where a wire meets plain fp32 or bf16."""
+    """Step seconds against rates in bit/s, both logarithmic; a circle where a wire is as fast as plain fp32 or bf16."""
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.add_subplot()
     for at, curve in enumerate(curves):
@@ -150,7 +151,7 @@ def sweep(curves: Sequence[Curve], rates: Sequence[float], title: str) -> Figure
     ticks = [t for t in (10.0**e for e in range(4, 12)) if rates[0] <= t <= rates[-1]]
     axes.set_xticks(ticks, [show_rate(t) for t in ticks])
     axes.set_xlabel("rate of the slow network, per port")
-    axes.set_ylabel("seconds a step")
+    axes.set_ylabel("seconds per step")
     axes.set_title(title, loc="left")
     axes.grid(True, which="major", color="#DDDDDD", linewidth=0.8)
     axes.legend(frameon=False, title="wire (○ break-even)", alignment="left")

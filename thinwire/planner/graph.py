@@ -1,4 +1,4 @@
-"""Tasks with durations, an order between them and shared resources: when each runs, and how late it could.
+"""Tasks with durations, dependencies and shared resources: when each task runs, and how late it could run.
 
 A task starts when all tasks before it are done (each plus its tail, a delay that occupies nothing: latency)
 and its pool has a free slot. A pool (a network port, the cores of a machine) serves the lowest priority
@@ -33,6 +33,7 @@ class Graph:
         self._pools: dict[Hashable, int] = {}
 
     def task(self, duration: float, pool: int = NONE, tail: float = 0.0, priority: int = 0) -> int:
+        """Add a task of `duration` seconds and return its number; what follows it waits `tail` seconds more."""
         self.duration.append(duration)
         self.tail.append(tail)
         self.pool.append(pool)
@@ -55,7 +56,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Timing:
-    """When every task ran. `cause` is the task whose end let it start (NONE: it could start at once)."""
+    """When every task ran, in seconds. `cause` is the task whose end let it start (NONE: it could start at once)."""
 
     start: list[float]
     finish: list[float]
@@ -92,7 +93,7 @@ class _Run:
         self.start = [0.0] * n
         self.finish = [0.0] * n
         self.cause = [NONE] * n
-        self.heir = [NONE] * n  # the task that took this one's slot
+        self.successor = [NONE] * n  # the task that took this one's slot
         self.order: list[int] = []
         self.free = [deque([NONE] * slots) for slots in graph.slots]  # last holder of each free slot
         self.queue: list[list[tuple[int, float, int]]] = [[] for _ in graph.slots]
@@ -145,7 +146,7 @@ class _Run:
             task = heapq.heappop(queue)[2]
             holder = free.popleft()
             if holder != NONE:
-                self.heir[holder] = task
+                self.successor[holder] = task
                 if self.finish[holder] >= self.ready[task]:
                     self.cause[task] = holder
             self._begin(task, now)
@@ -169,8 +170,8 @@ def _slack(run: _Run, makespan: float) -> list[float]:
     slack = [0.0] * len(run.order)
     for task in reversed(run.order):
         latest = min((latest_start[j] for j in graph.followers[task]), default=makespan) - graph.tail[task]
-        if run.heir[task] != NONE:
-            latest = min(latest, latest_start[run.heir[task]])
+        if run.successor[task] != NONE:
+            latest = min(latest, latest_start[run.successor[task]])
         latest_start[task] = latest - graph.duration[task]
         slack[task] = latest - run.finish[task]
     return slack

@@ -1,5 +1,5 @@
-"""The model as the network sees it: which parameters lie on which stage, how large a boundary is, how long
-computing takes. A transformer of the GPT kind: 12h² + 13h parameters a layer."""
+"""The model as the planner needs it: which parameters are on which stage, how large a boundary tensor is, how long
+computing takes. It is a transformer of the GPT kind with 12h² + 13h parameters per layer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from thinwire.errors import UsageError
 from thinwire.planner.step import Work
 
 Shape = tuple[int, ...]
-UNIT_BYTES = 25_000_000  # gradients travel in units of whole parameters, cut at about this size
+UNIT_BYTES = 25_000_000  # gradients are exchanged in units of whole parameters of about this size
 
 
 @dataclass(frozen=True)
 class Model:
+    """The sizes of a transformer: layers, width, tokens per sequence, vocabulary (0: no embedding)."""
+
     layers: int
     hidden: int
     seq: int
@@ -50,7 +52,8 @@ class Model:
         return self.vocab * self.hidden if self.tied else 0
 
     def flops(self, stages: int, sequences: int) -> list[float]:
-        """A stage's forward: 2 a weight and token, for attention 4·seq·h a token and layer, the logits."""
+        """Floating-point operations of each stage's forward of `sequences`: 2 per weight and token, for attention
+        4·seq·h per token and layer, and those of the logits."""
         tokens = sequences * self.seq
         weights = sum(values(shape) for shape in self.layer() if len(shape) > 1)
         per_layer = tokens * (2.0 * weights + 4.0 * self.seq * self.hidden)
@@ -60,6 +63,7 @@ class Model:
 
 
 def values(shape: Shape) -> int:
+    """How many values a tensor of this shape has."""
     count = 1
     for size in shape:
         count *= size
@@ -81,6 +85,8 @@ def units(shapes: list[Shape]) -> Iterator[list[Shape]]:
 
 
 def work_from_flops(model: Model, stages: int, sequences: int, rate: float) -> Work:
-    """Backward is twice the forward, half of it for the input and half for the weights."""
+    """Seconds per stage for a micro-batch of `sequences`, at `rate` floating-point operations per second.
+
+    Backward takes twice as long as forward, half of it for the input and half for the weights."""
     seconds = tuple(flops / rate for flops in model.flops(stages, sequences))
     return Work(seconds, seconds, seconds)

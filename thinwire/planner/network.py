@@ -1,4 +1,4 @@
-"""What crosses a network costs: links, sites, and the closed form of every collective.
+"""What communication costs: links, sites, and the closed form of every collective.
 
 A message of b bytes on a link takes 8b/rate seconds of the sender's port and arrives `latency` later.
 A collective is counted by the bytes one rank sends and the messages it sends one after another; its time is
@@ -37,7 +37,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class Network:
-    """Sites of `site_ranks` consecutive ranks (0: every rank is its own site), `inside` and `across` them."""
+    """Sites of `site_ranks` consecutive ranks (0: every rank is its own site), and the links inside and across them."""
 
     across: LinkSpeed
     inside: LinkSpeed = LinkSpeed()

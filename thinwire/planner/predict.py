@@ -1,4 +1,4 @@
-"""From a run and its wire settings to a simulated step; over rates, to a curve and its break-even points."""
+"""The simulated step of a run and its wire settings; over several rates, a curve and its break-even points."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def predict(run: Run, wire: Wire, cold: bool = False) -> Result:
 
 
 def worth(run: Run, wire: Wire) -> tuple[Choice, Result]:
-    """What of this wire's compression the step needs (from slack), and the step with all of it."""
-    plain, packed = (_step(run, w, cold=False) for w in (OFF, wire))
-    return choose(plain, packed), simulate(packed)
+    """Which of this wire's compression the step needs (from slack), and the step with all of it."""
+    packed = _step(run, wire, cold=False)
+    return choose(_step(run, OFF, cold=False), packed), simulate(packed)
 
 
 def _step(run: Run, wire: Wire, cold: bool) -> Step:
@@ -59,7 +59,7 @@ def _step(run: Run, wire: Wire, cold: bool) -> Step:
 
 
 def _rank(run: Run, replica: int, position: int) -> int:
-    """The first slice's."""
+    """The rank of the first slice."""
     return (replica * run.pp + position) * run.tp
 
 

@@ -1,6 +1,6 @@
 """Pipeline schedules, generated: what every rank computes and in which order.
 
-P ranks, M micro-batches, V stages a rank. Stage s lies on rank s mod P (loop) or, in the V shapes, on rank
+P ranks, M micro-batches, V stages per rank. Stage s is on rank s mod P (loop) or, in the V shapes, on rank
 min(s, 2P−1−s). Sources: GPipe (arXiv 1811.06965), 1F1B and its interleaved form (2104.04473), zero bubble and
 ZB-V (2401.10241), DualPipe (2412.19437). The lists equal those that torch.distributed.pipelining runs.
 """
@@ -24,7 +24,7 @@ class _Rank:
         self._end = microbatches
         self.actions: list[Action] = []
         self._next: Counter[tuple[Kind, int]] = Counter()
-        self._owed: deque[Action] = deque()  # weight backwards put off, oldest first
+        self._pending: deque[Action] = deque()  # weight backwards put off, oldest first
 
     def take(self, kind: Kind, stage: int) -> Action:
         key = (Kind.I if kind is Kind.B else kind, stage)
@@ -36,7 +36,7 @@ class _Rank:
         if action.microbatch is not None and action.microbatch < self._end:
             self.actions.append(action)
             if kind is Kind.I:
-                self._owed.append(action._replace(kind=Kind.W))
+                self._pending.append(action._replace(kind=Kind.W))
 
     def forward(self, stage: int) -> None:
         self.add(Kind.F, stage)
@@ -48,16 +48,16 @@ class _Rank:
         self.add(Kind.I, stage)
 
     def backward_weight(self) -> None:
-        """The oldest weight backward still owed; nothing if none is."""
-        if self._owed:
-            self.actions.append(self._owed.popleft())
+        """The oldest weight backward that is still pending; nothing if none is."""
+        if self._pending:
+            self.actions.append(self._pending.popleft())
 
     def backward_weights(self, stage: int, count: int | None = None) -> None:
-        """The stage's oldest `count` (None: all) weight backwards still owed."""
-        due = [a for a in self._owed if a.stage == stage][:count]
+        """The stage's oldest `count` (None: all) weight backwards that are still pending."""
+        due = [a for a in self._pending if a.stage == stage][:count]
         self.actions.extend(due)
         done = set(due)
-        self._owed = deque(a for a in self._owed if a not in done)
+        self._pending = deque(a for a in self._pending if a not in done)
 
     def overlapped(self, forward: int, backward: int) -> None:
         parts = (self.take(Kind.F, forward), self.take(Kind.B, backward))
@@ -108,18 +108,18 @@ def _interleaved_zero_bubble(p: int, m: int, v: int, rank: int) -> list[Action]:
     """ZB1P: warm-up as short as 1F1B's; weight backwards trail by `rank` and fill the bubble at the end."""
     forwards, backwards, ahead = _rounds(p, m, v, rank)
     out: list[Action] = []
-    owed: deque[Action] = deque()
+    pending: deque[Action] = deque()
     behind = 0
     for action in _pairs(forwards, backwards, min(m * v, ahead + p - 1 - rank)):
         if action.kind is Kind.F:
             out.append(action)
             continue
         out.append(action._replace(kind=Kind.I))
-        owed.append(action._replace(kind=Kind.W))
+        pending.append(action._replace(kind=Kind.W))
         if behind >= rank:
-            out.append(owed.popleft())
+            out.append(pending.popleft())
         behind += 1
-    return out + list(owed)
+    return out + list(pending)
 
 
 def _zero_bubble_v(p: int, m: int, v: int, rank: int) -> list[Action]:
@@ -127,7 +127,10 @@ def _zero_bubble_v(p: int, m: int, v: int, rank: int) -> list[Action]:
 
     M below 2P−1 gives the list for 2P−1 with the others left out: no phase then needs more than M turns.
     """
-    down, up, todo, out = rank, 2 * p - 1 - rank, max(2 * p - 1, m), _Rank(m)
+    down = rank
+    up = 2 * p - 1 - rank
+    todo = max(2 * p - 1, m)
+    out = _Rank(m)
 
     def whole_backward(stage: int) -> None:
         out.backward_input(stage)
@@ -161,7 +164,9 @@ def _zero_bubble_v(p: int, m: int, v: int, rank: int) -> list[Action]:
 
 def _dual_pipe_v(p: int, m: int, v: int, rank: int) -> list[Action]:
     """DualPipeV: in the middle a forward on one arm of the V is overlapped with a backward on the other."""
-    down, up, out = rank, 2 * p - 1 - rank, _Rank(m)
+    down = rank
+    up = 2 * p - 1 - rank
+    out = _Rank(m)
     for _ in range(2 * (p - rank - 1)):
         out.forward(down)
     for _ in range(rank + 1):
@@ -236,7 +241,8 @@ def torch_schedule(name: str) -> str | None:
 
 
 def generate(name: str, ranks: int, microbatches: int, virtual: int | None = None) -> Schedule:
-    """The named schedule (any case) for P ranks and M micro-batches; `virtual` stages a rank where free."""
+    """The named schedule (any case) for P ranks and M micro-batches, with `virtual` stages per rank where the schedule
+    allows a choice."""
     title = schedule_title(name)
     if title is None:
         raise UsageError(f'schedule {name!r}: allowed are {", ".join(SCHEDULES)}, or csv = "FILE"')
@@ -256,7 +262,7 @@ def _check(title: str, recipe: Recipe, ranks: int, microbatches: int, virtual: i
         raise UsageError(f"schedule {title}: {ranks} ranks, {microbatches} micro-batches; both must be at least 1")
     v = (recipe.virtual or 2) if virtual is None else virtual
     if v < 1 or (recipe.virtual is not None and v != recipe.virtual):
-        raise UsageError(f"virtual = {v}: {title} has {recipe.virtual or '1 or more'} stage(s) a rank")
+        raise UsageError(f"virtual = {v}: {title} has {recipe.virtual or '1 or more'} stage(s) per rank")
     rounds = max(1, microbatches // ranks)
     if recipe.even_rounds and microbatches % rounds:
         raise UsageError(f"microbatches = {microbatches}: {title}, {ranks} ranks, needs a multiple of {rounds}")

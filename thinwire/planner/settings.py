@@ -1,4 +1,4 @@
-"""What of a `[wire]` table costs time or bytes. What such a table may hold, config/wire.py says."""
+"""The part of a `[wire]` table that costs time or bytes. config/wire.py defines what such a table may contain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from thinwire.registry import plain_name
 class Setting:
     """A codec or a collective by name, with its arguments.
 
-    `delta`: against the last visit, with a bit a block where `gate` is on; `cold`: the first visit's codec.
+    when: which messages are compressed. delta: messages are coded against the sample's last visit, with one bit per
+    block where `gate` is on. cold: the codec of a sample's first visit.
     """
 
     name: str
@@ -30,7 +31,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Wire:
-    """None: sent as torch sends it, in fp32."""
+    """How each kind of traffic is compressed; None: sent as torch sends it, in fp32."""
 
     name: str
     forward: Setting | None = None
@@ -41,11 +42,12 @@ class Wire:
 
 
 def preset(name: str) -> Wire:
+    """The preset of this name (config/presets.py)."""
     return read_wire({"preset": name}, name)
 
 
 def read_wire(table: Mapping[str, Any], name: str = "run.toml") -> Wire:
-    """`[wire]` with forward, backward, gradient and embedding; `auto` is planned as the most that it may do."""
+    """A `[wire]` table, called `name` in results; with `auto` it is planned at the strongest level."""
     importlib.import_module("thinwire.config.wire").Wire.of(table)  # a mistake is a UsageError
     rest = {kind: dict(section) for kind, section in written_out(table).items() if kind != "auto"}
     sync = rest.get("embedding", {}).pop("sync", "separate")

@@ -16,7 +16,7 @@ from thinwire.planner.step import Hop, Send, Step, Traffic
 
 
 class Message(NamedTuple):
-    """A line of the table."""
+    """A simulated message: what it is and costs, when it starts and how late it could be, in seconds."""
 
     send: Send
     hop: Hop
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a step. Figures are of replica 0; with replicas all are alike."""
+    """A simulated step. Its figures are of replica 0; all replicas have the same."""
 
     step: Step
     timing: graph.Timing = field(repr=False)

@@ -1,4 +1,4 @@
-"""Bytes on the wire, asked of the codecs themselves: the planner keeps no size formula of its own.
+"""Bytes on the wire, computed by the codecs themselves: the planner has no size formula of its own.
 
 A message is a frame (codecs/frame.py) around the codec's bytes; wire off, it is the bare fp32 tensor.
 """
@@ -21,6 +21,8 @@ FP32 = 4
 
 
 class Codec(Protocol):
+    """What the planner needs of a codec: the bytes of a coded tensor, and of one coded against an earlier one."""
+
     def nbytes(self, shape: Shape, dtype: Any) -> int: ...
 
     def nbytes_onto(self, shape: Shape, dtype: Any, gate: bool = False) -> int: ...
@@ -33,6 +35,7 @@ def build(table: Mapping[str, Any]) -> Codec:
 
 
 def coded(codec: Codec, shape: Shape) -> int:
+    """Bytes of a coded float32 tensor of this shape."""
     return codec.nbytes(shape, _fp32())
 
 
@@ -42,7 +45,7 @@ def _fp32() -> Any:
 
 
 def message_bytes(setting: Setting | None, shape: Shape, cold: bool = False) -> int:
-    """A pipeline message of this shape, its first dimension the samples; `cold`: on their first visit.
+    """Bytes of a pipeline message of this shape, its first dimension the samples; `cold`: on their first visit.
 
     Delta memory is kept by sample: every row is coded by itself, and a bitmap says which are warm.
     """
@@ -60,7 +63,7 @@ def message_bytes(setting: Setting | None, shape: Shape, cold: bool = False) -> 
 
 
 def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: int = 1) -> tuple[Cost, Cost]:
-    """(inside a site, across sites): one unit of gradients, parameters flattened together, over `ranks`.
+    """The cost (inside a site, across sites) of one unit of gradients, parameters flattened together, over `ranks`.
 
     `inside` of them share a site; only the hierarchical collective makes use of it.
     """

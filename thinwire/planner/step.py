@@ -11,6 +11,8 @@ from thinwire.planner.actions import Action, Kind, Schedule
 
 
 class Traffic(StrEnum):
+    """The kinds of traffic, as the sections of `[wire]` are called."""
+
     FORWARD = "forward"
     BACKWARD = "backward"
     GRADIENT = "gradient"
@@ -69,7 +71,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Machine:
-    """How ranks share cores; `replicas` pipelines are then simulated side by side, rank after rank."""
+    """How ranks share cores; then `replicas` pipelines are simulated together, since they share them too."""
 
     cores: int = 0  # of one machine; 0: computation never waits for a core
     ranks: int = 0  # ranks of one machine; 0: all of them are on one
@@ -78,12 +80,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Step:
-    """The plan that `simulate` executes."""
+    """A training step that `simulate` executes."""
 
     schedule: Schedule
     work: Work
     hop: Callable[[Send], Hop]  # of pipeline messages; called at both ends, so it must be a pure function
-    gradients: Sequence[Sequence[Hop]] = ()  # per stage, one Hop a unit; empty: no data parallelism
+    gradients: Sequence[Sequence[Hop]] = ()  # per stage, one Hop per unit; empty: no data parallelism
     embedding: Hop | None = None  # between first and last stage
     embedding_fused: bool = False  # waits for their last backward only, not for their reductions
     machine: Machine = Machine()

@@ -1,4 +1,4 @@
-"""A simulated step as Chrome-trace JSON: a process a rank with rows for compute, codec and wire.
+"""A simulated step as Chrome-trace JSON: one process per rank with rows for compute, codec and wire.
 
 The critical path is a process of its own, and its tasks are also marked where they ran. Open the file in
 Perfetto or chrome://tracing. Format: "Trace Event Format", complete events (ph X), times in microseconds.
@@ -15,6 +15,7 @@ ROWS = {COMPUTE: 0, "codec": 1, WIRE: 2}
 
 
 def chrome_trace(result: Result) -> dict[str, Any]:
+    """The document for a trace file; its times are in microseconds."""
     ranks = len(result.step.schedule.ranks)
     events: list[dict[str, Any]] = []
     for rank in range(ranks):

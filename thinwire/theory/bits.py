@@ -1,7 +1,7 @@
-"""What a step sends, in two currencies: bits as the paper counts them, and bits that our codec really sends.
+"""What a step sends, in two units: bits as the paper counts them, and bits that our codec really sends.
 
 Paper: a value costs 32 bits, indices and seeds nothing; levels cost 1 + ⌈log₂(s + 1)⌉. Real: 8·nbytes in
-float32, so indices, norms and padding are paid for. Both per worker, on the way up only.
+float32, so indices, norms and padding are counted. Both are per worker, on the uplink only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNITS = {
 
 
 def paper_bits(codec: Codec, numel: int) -> float:
-    """Bits of a message as in the papers' plots."""
+    """Bits of a message of `numel` values as in the papers' plots."""
     match codec:
         case Identity():
             return 32 * numel
@@ -37,5 +37,5 @@ def paper_bits(codec: Codec, numel: int) -> float:
 
 
 def real_bits(codec: Codec, numel: int) -> int:
-    """Bits of a message of ours, for float32 values."""
+    """Bits that our codec sends for `numel` float32 values."""
     return 8 * codec.nbytes((numel,), torch.float32)

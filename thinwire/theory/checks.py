@@ -1,4 +1,4 @@
-"""What may honestly be asserted of the results, each as a line PASS or FAIL with the numbers it rests on."""
+"""What the results must show, each claim as a line PASS or FAIL with the numbers on which it is based."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ SLOPE = (-0.65, -0.4)  # of log ‖∇f‖² against log T, theory says −½
 
 @dataclass(frozen=True)
 class Check:
+    """One claim, whether it passed, and the numbers on which that is based."""
+
     claim: str
     passed: bool
     numbers: str
 
 
 def verify(results: Results) -> list[Check]:
-    """Every claim that the figures at hand can decide."""
+    """Every claim that can be checked on these results."""
     found: list[Check] = []
     if "methods" in results.traces:
         found += _comparison(results.traces["methods"])
@@ -55,11 +57,12 @@ def bits(trace: Trace, unit: str, target: float = STOP) -> list[float]:
 
 
 def megabits(trace: Trace, unit: str) -> list[float]:
+    """Per run the megabits to STOP, in "paper" or "real" bits; ∞ where it is not reached."""
     return [b / 1e6 for b in bits(trace, unit)]
 
 
 def slopes(curve: dict[int, list[float]]) -> list[float]:
-    """Between neighbouring horizons, of the runs' mean."""
+    """Slopes in the log-log plot between neighbouring horizons, of the runs' mean; `curve`: horizon → value per run."""
     points = sorted((t, sum(values) / len(values)) for t, values in curve.items())
     return [math.log(b / a) / math.log(t1 / t0) for (t0, a), (t1, b) in pairwise(points)]
 

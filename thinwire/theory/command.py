@@ -1,4 +1,4 @@
-"""`thinwire convex`: the theory of compressed training on problems small enough to know the answer."""
+"""`thinwire convex`: the theory of compressed training on problems whose solution is known."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from thinwire.theory.options import PROBLEMS, read_seeds
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the chosen problems, print their results and checks, draw the figures; 1 where a check failed, else 0."""
     seeds = list(range(read_seeds(args)))
     folder = _folder(args.out)
-    write_json(args.json, {})  # a path that cannot be written is better found before the long work
+    write_json(args.json, {})  # so that a path that cannot be written is found before the long work
     tasks = experiments.plan(_chosen(args), seeds, args.quick)
     with progress("convex", len(tasks)) as advance:
         results = experiments.run(tasks, experiments.Results(seeds), advance)
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> list[str]:
-    """A quick look at everything leaves logistic regression out; asked for by name it runs."""
+    """--quick leaves logistic regression out, unless it is chosen by name."""
     if args.problem != "all":
         return [args.problem]
     return [p for p in PROBLEMS if p != "logistic" or not args.quick]
@@ -61,7 +62,7 @@ def _print(results: experiments.Results, rows: list[dict[str, Any]], checks: lis
         cells = [[name, *(sum(curve[t]) / len(curve[t]) for t in horizons)] for name, curve in curves.items()]
         table("two-stage: mean ‖∇f‖² over T steps", ("activations", *(f"T = {t}" for t in horizons)), cells)
     marks = [[c.claim, c.numbers, "PASS" if c.passed else "FAIL"] for c in checks]
-    table("what is asserted", ("claim", "measured, a number a seed", ""), marks)
+    table("what is asserted", ("claim", "measured, one number per seed", ""), marks)
     if "randk" in results.traces:
         print("\n" + summary.differences(results))
 

@@ -19,7 +19,7 @@ from thinwire.theory.simulate import Trace, expected_steps, simulate
 
 DENSITIES = (0.3, 0.5, 0.9)
 LEVELS = (3, 5, 8)
-MILD = {"EF21": 0.9, "EControl": 0.9}  # of a quick look: at q = 0.3 the two take as long as all others together
+MILD = {"EF21": 0.9, "EControl": 0.9}  # densities with --quick: at 0.3 the two take as long as all others together
 HORIZONS = (256, 1024, 4096, 16384, 65536)
 MOST_PROCESSES = 8
 WORTH_A_POOL = 60_000  # steps; fewer are done before a process has imported torch
@@ -38,7 +38,7 @@ class Task:
 
 @dataclass
 class Results:
-    """Traces by figure and label; for the two-stage toy, by line: horizon → ‖∇f‖² a run."""
+    """Traces by figure and label; for the two-stage model, by line: horizon → ‖∇f‖² per run."""
 
     seeds: Sequence[int]
     traces: dict[str, dict[str, Trace]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Results:
 
 
 def plan(chosen: Sequence[str], seeds: Sequence[int], quick: bool) -> list[Task]:
-    """The tasks of the chosen problems. Sweeps over codecs and splits take the first seed alone."""
+    """The tasks of the chosen problems, fewer with `quick`. Sweeps over codecs and splits use the first seed only."""
     tasks: list[Task] = []
     if "ridge" in chosen:
         tasks += _comparison(seeds, MILD if quick else {})
@@ -68,7 +68,9 @@ def plan(chosen: Sequence[str], seeds: Sequence[int], quick: bool) -> list[Task]
 
 
 def run(tasks: Sequence[Task], results: Results, advance: Callable[[str, int], None]) -> Results:
-    """All tasks, the longest first; results in the order in which the tasks were planned."""
+    """Run all tasks, the longest first, and add their outcomes to `results` in the order in which they were planned.
+
+    advance(note, count): called after each task."""
     order = sorted(range(len(tasks)), key=lambda i: -tasks[i].cost)
     done: dict[int, Any] = {}
     for i, outcome in _outcomes(order, tasks):
@@ -120,7 +122,7 @@ def _densities(seeds: Sequence[int], densities: Sequence[float]) -> list[Task]:
 
 
 def _dithering(seeds: Sequence[int]) -> list[Task]:
-    """The paper's second figure: natural dithering at several s; the slow plotted step not at the least s."""
+    """The paper's second figure: natural dithering at several s; without the slow plotted step at the smallest s."""
     problem, tasks = problems.ridge(seeds), []
     for s in LEVELS:
         for m in _pair(NaturalDither(s), problem)[: None if s > min(LEVELS) else 2]:

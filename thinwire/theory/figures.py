@@ -24,7 +24,7 @@ DPI = 92
 
 
 def draw(results: Results) -> dict[str, Figure]:
-    """A figure for everything that was run, by name."""
+    """One figure per experiment that was run, by name."""
     traces, drawn = results.traces, {}
     if "methods" in traces:
         drawn["methods"] = methods(traces["methods"])
@@ -42,6 +42,7 @@ def draw(results: Results) -> dict[str, Figure]:
 
 
 def save(figure: Figure, path: Path) -> None:
+    """Write a figure to `path`; UsageError where that is not possible."""
     try:
         figure.savefig(path, dpi=DPI)
     except OSError as error:
@@ -88,7 +89,7 @@ def sweep(traces: dict[str, Trace], title: str) -> Figure:
 
 
 def logistic(traces: dict[str, Trace]) -> Figure:
-    """A panel a split, error against real bits."""
+    """One panel per split, error against real bits."""
     splits = list(dict.fromkeys(label.rsplit(", ", 1)[1] for label in traces))
     figure = Figure(figsize=(6 * len(splits), 4.8), layout="constrained")
     panels = figure.subplots(1, len(splits), sharey=True, squeeze=False)[0]
@@ -127,9 +128,9 @@ def two_stage(curves: dict[str, dict[int, list[float]]]) -> Figure:
         horizons = sorted(curve)
         means = [sum(curve[t]) / len(curve[t]) for t in horizons]
         ax.plot(horizons, means, color=colour, marker=mark, linestyle=style, label=name)
-    guide = [
-        0.6 * sum(curves["exact"][t0 := horizons[0]]) / len(curves["exact"][t0]) * (t0 / t) ** 0.5 for t in horizons
-    ]
+    first = horizons[0]
+    start = 0.6 * sum(curves["exact"][first]) / len(curves["exact"][first])
+    guide = [start * (first / t) ** 0.5 for t in horizons]
     ax.plot(horizons, guide, color="#999999", linewidth=1, label="slope −½")
     ax.set_xscale("log")
     _axes(ax, "T (steps; γ ∝ 1/√T)", "mean of ‖∇f‖² over the T steps")

@@ -1,6 +1,6 @@
-"""The methods, a row each: a codec, a memory, and a step-size rule, which also says what is compressed.
+"""The methods: each is a codec, a memory, and a step-size rule, which also determines what is compressed.
 
-No method has an update of its own: simulate.py runs every row by the one rule of thinwire.memory.
+No method has an update of its own: simulate.py runs all of them by the one rule of thinwire.memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from thinwire.memory import EF21, Diana, EControl, ErrorFeedback, FixedShift, Me
 from thinwire.theory import steps
 from thinwire.theory.problems import Problem
 
-BAD_SHIFT = 100.0
+BAD_SHIFT = 100.0  # standard deviation of the shifts of FIXED
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row. What it sends in a step follows from its codec and its memory (bits.py)."""
+    """A method. What it sends per step follows from its codec and its memory (bits.py)."""
 
     name: str
     codec: Codec
@@ -30,15 +30,17 @@ class Method:
 
 
 def gd() -> Method:
+    """Gradient descent: nothing is compressed."""
     return Method("GD", Identity(), Plain(), steps.dcgd)
 
 
 def dcgd(codec: Codec, exact: bool = False) -> Method:
+    """Compressed gradient descent without memory; `exact` where all ∇f_i vanish at the solution."""
     return Method("DCGD", codec, Plain(), steps.dcgd, exact)
 
 
 def fixed(codec: Codec, problem: Problem) -> Method:
-    """Bad shifts: BAD_SHIFT·N(0, 1), far from ∇f_i(x*); where it stalls goes as BAD_SHIFT²."""
+    """Bad shifts: BAD_SHIFT·N(0, 1), far from ∇f_i(x*); the error at which it stalls is proportional to BAD_SHIFT²."""
     noise = torch.Generator().manual_seed(derive("convex", "bad shift"))
     shape = problem.runs, problem.workers, problem.dim
     shift = BAD_SHIFT * torch.randn(shape, generator=noise, dtype=torch.float64)
@@ -46,16 +48,17 @@ def fixed(codec: Codec, problem: Problem) -> Method:
 
 
 def star(codec: Codec, problem: Problem, name: str = "STAR") -> Method:
-    """The shifts ∇f_i(x*), which nobody knows; with Induced(C, Q) the paper's C ∈ B(δ)."""
+    """The shifts ∇f_i(x*), which are unknown in practice; with Induced(C, Q) the paper's C ∈ B(δ)."""
     return Method(name, codec, StarShift(problem.gradients(problem.solution)), steps.star)
 
 
 def diana(codec: Codec, rule: steps.Rule = steps.diana, name: str = "DIANA") -> Method:
+    """Shifts that are learned from what is sent, with the step size of `rule`."""
     return Method(name, codec, Diana(), rule)
 
 
 def rand_diana(codec: Codec, problem: Problem) -> Method:
-    """p = 1/(1 + ω)."""
+    """Shifts that are refreshed by a dense message with probability p = 1/(1 + ω)."""
     return Method("Rand-DIANA", codec, RandDiana(1 / (1 + (codec.omega(problem.dim) or 0.0))), steps.rand_diana)
 
 

@@ -17,6 +17,7 @@ QUICK = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `thinwire convex` on its parser."""
     names = (*PROBLEMS, "all")
     parser.add_argument("--problem", choices=names, default="all", help="default: all")
     parser.add_argument("--seeds", type=int, metavar="N", help="seeds 0 … N−1; default: 2, with --quick 1")
@@ -26,11 +27,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
+    """UsageError where an option is wrong or a package that the theory bench needs is not installed."""
     read_seeds(args)
     check_installed("the theory bench", THEORY, "theory")
 
 
 def read_seeds(args: argparse.Namespace) -> int:
+    """How many seeds to run; UsageError where --seeds is out of range."""
     count = args.seeds if args.seeds is not None else 1 if args.quick else 2
     if not 1 <= count <= MOST_SEEDS:
         raise UsageError(f"--seeds must be 1 … {MOST_SEEDS}, not {count}")

@@ -1,7 +1,7 @@
-"""Finite sums over n workers, f = mean f_i, and what the step-size rules need of them: L, L_i, μ, a solution.
+"""Finite sums over n workers, f = mean f_i, with what the step-size rules need: L, L_i, μ, a solution.
 
-All three are linear models, f_i(x) = w·Σ_j ℓ(a_ij·x, b_ij) + (λ/2)‖x‖², so one gradient serves them. The first
-dimension S of every tensor is the run: S seeds (data, split) advance side by side, in hardly more time than one.
+All three are linear models, f_i(x) = w·Σ_j ℓ(a_ij·x, b_ij) + (λ/2)‖x‖², so they share one gradient. The first
+dimension S of every tensor is the run: S seeds (data, split) advance together, in hardly more time than one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run a method on a problem: n workers a run, S runs at once, all through codec.rows and the memory's rule.
+"""Run a method on a problem: n workers per run, S runs at once, all through codec.rows and the memory's rule.
 
 v_i = ∇f_i(x), or x − γ∇f_i(x) where points are compressed
 u_i = s·v_i + η·e_i − h_i ;  d_i = C(u_i) ;  y = mean(h_i + d_i)
@@ -24,14 +24,16 @@ from thinwire.theory.problems import Problem
 from thinwire.theory.steps import Step
 
 STOP = 1e-18  # the paper's last error
-EVERY = 20  # steps between two looks at the error
-BLOCK = 512  # steps whose seeds are drawn together
+EVERY = 20  # steps between two measurements of the error
+BLOCK = 512  # steps whose seeds are computed together
 STALL = 0.65  # of GD's steps to `stop`, for methods that stall far above it
 MARGIN = 2.0  # how many times GD's steps at this γ an exact method may take: shifts are learned meanwhile
 
 
 @dataclass
 class State:
+    """Where S runs are: the point x, and per worker the residual e and the shift h, None where the memory has none."""
+
     x: Tensor  # [S, d]
     e: Tensor | None  # [S, n, d]
     h: Tensor | None  # [S, n, d]
@@ -45,13 +47,14 @@ class Trace:
     dim: int
     steps: list[int] = field(default_factory=list)  # [P]
     error: list[list[float]] = field(default_factory=list)  # [P, S]
-    refreshed: list[list[float]] = field(default_factory=list)  # [P, S]: dense messages a worker
+    refreshed: list[list[float]] = field(default_factory=list)  # [P, S]: dense messages per worker
 
     def bits(self, unit: str) -> list[list[float]]:
-        """[P, S] bits a worker has sent, in "paper" or "real" bits."""
+        """[P, S] bits that a worker has sent, in "paper" or "real" bits."""
         count = paper_bits if unit == "paper" else real_bits
-        a_step, dense = count(self.method.codec, self.dim), count(Identity(), self.dim)
-        return [[t * a_step + r * dense for r in row] for t, row in zip(self.steps, self.refreshed)]
+        per_step = count(self.method.codec, self.dim)
+        dense = count(Identity(), self.dim)
+        return [[t * per_step + r * dense for r in row] for t, row in zip(self.steps, self.refreshed)]
 
     def reached(self, target: float) -> list[int | None]:
         """Per run the first moment (an index into `steps`) at which the error is at most `target`."""
@@ -91,8 +94,12 @@ def seeds_of(runs: Sequence[int], workers: int) -> Iterator[list[int]]:
 def advance(
     method: Method, problem: Problem, state: State, step: Step, alpha: float, seeds: list[int]
 ) -> Tensor | None:
-    """One step, in place. Returns which workers refreshed their shift, bool[S, n, 1], or None."""
-    memory, g, h = method.memory, problem.gradients(state.x), state.h
+    """One step, in place. Returns which workers refreshed their shift, bool[S, n, 1], or None.
+
+    alpha: the step size of the shifts. seeds: one per run and worker."""
+    memory = method.memory
+    g = problem.gradients(state.x)
+    h = state.h
     v = g if step.eta is None else state.x[:, None] - step.gamma[:, None] * g
     u = memory.outgoing(v, state.e, h)
     d = method.codec.rows(u.view(-1, problem.dim), seeds).view_as(u)
@@ -112,7 +119,9 @@ def advance(
 def simulate(
     method: Method, problem: Problem, runs: Sequence[int], stop: float = STOP, limit: int | None = None
 ) -> Trace:
-    """Until every run's relative error is at most `stop`, or for `limit` steps (None: as theory expects)."""
+    """Run until every run's relative error is at most `stop`, or for `limit` steps (None: as theory predicts).
+
+    runs: the seed of each run."""
     step = method.rule(problem, method.codec)
     alpha = method.memory.alpha_for(method.codec, problem.dim)
     method.memory.check(method.codec, problem.dim)
@@ -138,7 +147,7 @@ def simulate(
 
 
 def expected_steps(method: Method, problem: Problem, stop: float = STOP) -> int:
-    """log(1/stop)/(2γμ), what GD takes at this step, times a margin where the method is to be exact."""
+    """log(1/stop)/(2γμ), what GD takes at this step size, times MARGIN where the method is exact, else STALL."""
     slowest = float((method.rule(problem, method.codec).effective * problem.mu).min())
     gd = math.log(1 / stop) / (2 * slowest)
     return EVERY * math.ceil((MARGIN if method.exact else STALL) * gd / EVERY)

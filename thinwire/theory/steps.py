@@ -1,4 +1,4 @@
-"""Step sizes of the theory, a rule a method: (problem, codec) → γ, and η for the methods that compress points.
+"""Step sizes of the theory, one rule per method: (problem, codec) → γ, and η for the methods that compress points.
 
 "Shifted Compression Framework" (UAI 2022), with its slips corrected: theorem 3's M = 4ω/(np). ω and δ are the
 codec's own; an Induced codec's ω already is ω(1 − δ), so the general forms of STAR and DIANA need no other rule.

@@ -1,4 +1,4 @@
-"""The results in words and numbers: a row a method, and where they differ from the paper's plot."""
+"""The results in words and numbers: one row per method, and where they differ from the paper's plot."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ CAPTION = (
 
 
 def name_of(codec: Codec) -> str:
+    """The codec's name and setting, as the paper writes them."""
     match codec:
         case RandK():
             return f"Rand-K {codec.density:g}"
@@ -55,7 +56,7 @@ def name_of(codec: Codec) -> str:
 
 
 def rows(results: Results) -> list[dict[str, Any]]:
-    """A record a curve; None where a target is not reached by every seed."""
+    """One record per curve; None where a target is not reached by every seed."""
     return [_row(figure, label, t) for figure, ts in results.traces.items() for label, t in ts.items()]
 
 

@@ -1,8 +1,8 @@
-"""A two-stage model whose activation crosses the wire: exact, compressed directly, or as a delta keyed by sample.
+"""A two-stage model whose activation is sent exactly, compressed directly, or compressed as a delta keyed by sample.
 
 Stage I computes a = tanh(ξ + θ), stage II predicts v·y from what it received, y ≈ a; the loss ½(v·y − target)²
 is non-convex in (θ, v). Stage II sends ∂loss/∂y back exactly. AQ-SGD (NeurIPS 2022): with deltas and γ ∝ 1/√T
-the mean of ‖∇f‖² over T steps falls as 1/√T. Compressed directly it meets a floor: E y yᵀ = a aᵀ + Cov, so even
+the mean of ‖∇f‖² over T steps falls as 1/√T. Compressed directly it stops falling: E y yᵀ = a aᵀ + Cov, so even
 an unbiased codec moves the point at which the mean gradient vanishes.
 """
 
@@ -21,15 +21,17 @@ from thinwire.kernels.random import derive
 from thinwire.memory import Delta, Memory, Plain
 from thinwire.theory.simulate import one_thread, seeds_of
 
-SAMPLES, WIDTH, BATCH = 64, 8, 2
+SAMPLES = 64
+WIDTH = 8
+BATCH = 2
 NOISE = 0.5  # of the targets: no parameters fit them all, so the gradients stay noisy
 RATE = 1.0  # γ = RATE/√T
-LOOKS = 160  # moments at which ‖∇f‖² is measured in a run
+LOOKS = 160  # measurements of ‖∇f‖² per run
 
 
 @dataclass(frozen=True)
 class Line:
-    """A way across the boundary."""
+    """How activations are sent: a codec and a memory; `name` is its line in the figure."""
 
     name: str
     codec: Codec
@@ -62,6 +64,7 @@ class Model:
 
 
 def lines(codec: Codec | None = None) -> list[Line]:
+    """The three ways that are compared: exact, compressed directly, compressed as deltas (None: by Ternary)."""
     codec = codec or Ternary()
     return [
         Line("exact", Identity(), Plain()),
@@ -71,14 +74,13 @@ def lines(codec: Codec | None = None) -> list[Line]:
 
 
 def model(runs: Sequence[int]) -> Model:
-    """Gaussian inputs, targets of a teacher of the same form plus noise; training starts from θ = v = 0."""
+    """One model per seed in `runs`: Gaussian inputs, targets of a teacher of the same form plus noise, θ = v = 0."""
     inputs, targets = [], []
     for run in runs:
         g = torch.Generator().manual_seed(derive("two-stage", run))
-        x, (theta, v), noise = (
-            torch.randn(*shape, generator=g, dtype=torch.float64)
-            for shape in ((SAMPLES, WIDTH), (2, WIDTH), (SAMPLES,))
-        )
+        x = torch.randn(SAMPLES, WIDTH, generator=g, dtype=torch.float64)
+        theta, v = torch.randn(2, WIDTH, generator=g, dtype=torch.float64)
+        noise = torch.randn(SAMPLES, generator=g, dtype=torch.float64)
         inputs.append(x)
         targets.append(torch.tanh(x + theta) @ v + NOISE * noise)
     zero = torch.zeros(len(runs), WIDTH, dtype=torch.float64)
@@ -86,14 +88,14 @@ def model(runs: Sequence[int]) -> Model:
 
 
 def looks(horizon: int) -> dict[int, int]:
-    """When ‖∇f‖² is measured, densely at first, where it falls fast, and for how many steps each look stands."""
+    """At which steps ‖∇f‖² is measured, densely at first, where it falls fast, and how many steps each stands for."""
     times = sorted({int(horizon * (k / LOOKS) ** 3) for k in range(LOOKS)} | {horizon})
     return {t: after - t for t, after in pairwise(times)}
 
 
 @dataclass
 class Boundary:
-    """The wire between the stages, with the mirrors of its samples: h [S, N, w], and which have one."""
+    """The link between the stages, with the mirrors of its samples: h [S, N, w], and `warm`: which samples have one."""
 
     line: Line
     h: Tensor
@@ -115,7 +117,9 @@ class Boundary:
 
 def train(line: Line, runs: Sequence[int], horizon: int, rate: float = RATE) -> list[float]:
     """SGD for T = `horizon` steps at γ = rate/√T; per run the mean of ‖∇f‖² over the steps."""
-    net, gamma, moments = model(runs), rate / math.sqrt(horizon), looks(horizon)
+    net = model(runs)
+    gamma = rate / math.sqrt(horizon)
+    moments = looks(horizon)
     line.memory.check(line.codec, WIDTH)
     empty = torch.zeros(len(runs), SAMPLES, WIDTH, dtype=torch.float64)
     boundary = Boundary(line, empty, torch.zeros(len(runs), SAMPLES, 1, dtype=torch.bool))

@@ -1,9 +1,9 @@
-"""`thinwire demo`: the main job in a few minutes on one machine, first as torch sends it, then compressed.
+"""`thinwire demo`: a training run in a few minutes on one machine, first as torch sends it, then compressed.
 
 Four ranks (two replicas of a pipeline of two stages) fine-tune a small Llama-class model on some source of Python's own
-library, over links of --rate that exist on this machine only (`thinwire lab`). The model is pre-trained first, for half
-a minute on other source, without a slow network. The same run is then done twice: with nothing compressed, and with the
-preset `max`. The end is a table and a page to look at.
+library, over emulated links of --rate on this machine (`thinwire lab`). The model is pre-trained first, for half a
+minute on other source, without a slow network. The same run is then done twice: with nothing compressed, and with the
+preset `max`. At the end a table is printed and a page with figures is written.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ checkpoint_every = 0
 preset = "{wire}"
 """
 NEW = "hidden = 128\nlayers = 4\nheads = 4"
-PRETRAIN = 150  # steps
+PRETRAIN = 150  # steps of the pre-training
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the options of `thinwire demo`."""
+    """Declare the options of `thinwire demo` on its parser."""
     parser.description = __doc__
     parser.add_argument("--rate", default="10mbit", help="of every host's link (default 10mbit)")
     parser.add_argument("--steps", type=int, default=42, help="of each run (default 42)")
@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train twice as `args` says and write the page; the exit status."""
+    """Pre-train, train uncompressed and compressed, print the table and write the report; the exit status."""
     rate = parse_rate(args.rate)
     if args.steps < 12:
         raise UsageError(f"--steps {args.steps}: at least 12 are needed to see anything")
@@ -73,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
     check_training()
     check_figures("the report at its end")
-    finding, folder = check()[0], Path(args.out)
+    finding = check()[0]
+    folder = Path(args.out)
     _clear(folder)
     paths = _write_configs(folder, args.rate, args.steps)
     if finding.ok:
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _clear(folder: Path) -> None:
-    """An empty folder; only what an earlier demo made is removed."""
+    """Make the folder empty; only what an earlier demo made is removed."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "pretrain.toml").exists():
         raise UsageError(f"--out {folder}: holds files that are not a demo's; name another folder")
     shutil.rmtree(folder, ignore_errors=True)
@@ -107,7 +108,7 @@ def _clear(folder: Path) -> None:
 
 
 def _write_configs(folder: Path, rate: str, steps: int) -> list[Path]:
-    """pretrain.toml, and one for each run, beside each other."""
+    """Write pretrain.toml and one configuration per run into the folder; their paths."""
     common = {"rate": rate, "every": max(1, steps // 8)}
     first = {"name": "pretrain", "wire": "off", "model": NEW, "corpus": 1_000_000, "samples": 0, "steps": PRETRAIN,
              "lr": 3e-3, **common, "every": PRETRAIN}  # fmt: skip
@@ -141,16 +142,8 @@ def _in_the_lab(paths: list[Path], rate: str) -> None:
 
 def _on_loopback(paths: list[Path]) -> None:
     """By torchrun, as on a real machine."""
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-        "-m",
-        "thinwire",
-    ]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    torchrun = [sys.executable, "-m", *launcher, "-m", "thinwire"]
     with progress("training", len(paths)) as advance:
         for path in paths:
             done = subprocess.run([*torchrun, "train", str(path)], capture_output=True, text=True, timeout=600)
@@ -160,7 +153,7 @@ def _on_loopback(paths: list[Path]) -> None:
 
 
 def _show_simulated(runs: Sequence[Run], rate: float | None) -> None:
-    """What the simulator expects of the same runs on links of that rate."""
+    """Print the step times that the simulator predicts for the same runs on links of this rate (bit/s)."""
     from thinwire.report.timeline import simulated
 
     steps = [simulated(run, rate).makespan for run in runs]

@@ -1,4 +1,4 @@
-"""`thinwire plan plan.toml --rate 100mbit`: what messages cost, which the step waits for, what to expect."""
+"""`thinwire plan plan.toml --rate 100mbit`: what messages cost, which of them the step waits for, how long it takes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from thinwire.planner.simulate import Message, Result
 from thinwire.planner.step import Traffic
 from thinwire.terminal import progress, table, write_json
 
-POINTS_A_DECADE = 6
-ROUNDING = 1e-9  # seconds: less is what is left of subtracting times
+POINTS_PER_DECADE = 6
+ROUNDING = 1e-9  # seconds; a smaller difference of two times is a rounding error
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `thinwire plan` on its parser."""
     parser._negative_number_matcher = re.compile(r"-\d.*")  # so that --rate -5mbit reaches our own message
     parser.add_argument(
         "config", nargs="?", metavar="PLAN", help="a plan file (--init writes one), or the folder of a run: out/train"
@@ -33,14 +34,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", help="of the slow network, one way: 10ms")
     parser.add_argument("--sweep", metavar="rate=LOW..HIGH", help="step time against rate: rate=1mbit..10gbit")
     parser.add_argument("--figure", metavar="PATH", default="out/plan/sweep.png", help="where --sweep draws")
-    parser.add_argument("--timeline", metavar="PATH", help="draw the step: compute, wire, codec a rank")
+    parser.add_argument("--timeline", metavar="PATH", help="draw the step: compute, wire and codec of every rank")
     parser.add_argument("--trace", metavar="PATH", help="the step as Chrome-trace JSON")
     parser.add_argument("--actions", action="store_true", help="print the action list of every rank")
-    parser.add_argument("--all", action="store_true", help="a line a message instead of a line a boundary")
+    parser.add_argument("--all", action="store_true", help="one line per message instead of one per boundary")
     parser.add_argument("--json", metavar="PATH", help="write everything that is printed, and every message")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write an example, or simulate the plan and print what its messages and steps cost; the exit status."""
     if args.init:
         return _init(Path(args.init))
     if not args.config:
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(place: str, rate: str | None, latency: str | None) -> Run:
-    """A plan file, or a run of `thinwire train` at another rate, as fast as it computed."""
+    """A plan file, or the folder of a run of `thinwire train`, whose measured computing times are used."""
     if not Path(place).is_dir():
         return load(place, rate, latency)
     from thinwire.report.runs import read_run
@@ -100,7 +102,7 @@ def _range(text: str) -> list[float]:
     low, high = (parse_rate(end, "--sweep rate") for end in match.groups())
     if low is None or high is None or low >= high:
         raise UsageError(f"--sweep {text!r}: the first rate must be limited and lower than the second")
-    steps = max(4, round(POINTS_A_DECADE * len(f"{high / low:.0f}")))
+    steps = max(4, round(POINTS_PER_DECADE * len(f"{high / low:.0f}")))
     return [low * (high / low) ** (i / steps) for i in range(steps + 1)]
 
 
@@ -114,7 +116,7 @@ def _records(result: Result) -> list[dict[str, Any]]:
 
 
 def _show_messages(result: Result, title: str, every: bool) -> None:
-    """A line a boundary (or stage), or with `every` a line a message."""
+    """One line per boundary (or stage), or with `every` one line per message."""
     groups: dict[tuple[Any, ...], list[Message]] = defaultdict(list)
     for send, message in result.messages.items():
         groups[(send.traffic, send.stage, *((send.part,) if every else ()))].append(message)
@@ -168,17 +170,10 @@ def _steps(plan: Run, wires: list[Wire]) -> list[dict[str, Any]]:
 
 
 def _show_steps(steps: list[dict[str, Any]], title: str) -> None:
-    off, bf16 = (next(s["step_s"] for s in steps if s["wire"] == plain) for plain in ("off", "bf16"))
-    columns = (
-        "wire",
-        "step s",
-        "against off",
-        "against bf16",
-        "first visit s",
-        "sent",
-        "on the wire",
-        "idle",
-    )
+    seconds = {s["wire"]: s["step_s"] for s in steps}
+    off = seconds["off"]
+    bf16 = seconds["bf16"]
+    columns = ("wire", "step s", "against off", "against bf16", "first visit s", "sent", "on the wire", "idle")
     rows = []
     for s in steps:
         gains = [f"{base / s['step_s']:.2f}×" for base in (off, bf16)]
@@ -189,7 +184,7 @@ def _show_steps(steps: list[dict[str, Any]], title: str) -> None:
 
 
 def _worth(plan: Run, wire: Wire) -> dict[str, Any]:
-    """Say which messages have to be compressed for the step to be as short as this wire can make it."""
+    """Print which messages have to be compressed for the step to be as short as this wire can make it."""
     choice, everything = predictions.worth(plan, wire)
     counts: dict[str, Any] = {}
     for traffic in (Traffic.FORWARD, Traffic.BACKWARD):
@@ -200,7 +195,7 @@ def _worth(plan: Run, wire: Wire) -> dict[str, Any]:
     text = ", ".join(f"{kind} {len(c['picked'])} of {c['of']}" for kind, c in counts.items())
     print(
         f"Worth compressing with {wire.name}: {text}, gradients of stages {stages or 'none'}: "
-        f"{choice.result.makespan:.4g} s a step, against {everything.makespan:.4g} s with all compressed."
+        f"{choice.result.makespan:.4g} s per step, against {everything.makespan:.4g} s with all compressed."
     )
     return {
         **counts,
@@ -226,7 +221,7 @@ def _write_pictures(result: Result, title: str, args: argparse.Namespace) -> Non
     if args.timeline:
         from thinwire.planner import figures
 
-        figures.save(figures.timeline(result, f"{title}: {result.makespan:.4g} s a step"), args.timeline)
+        figures.save(figures.timeline(result, f"{title}: {result.makespan:.4g} s per step"), args.timeline)
         print(f"timeline: {args.timeline}")
     if args.trace:
         from thinwire.planner import trace

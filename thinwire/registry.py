@@ -1,4 +1,4 @@
-"""Constructors by name, as configuration gives them: {"codec": "quantize", "bits": 4} is Quantize(bits=4)."""
+"""Constructors by name, as in configuration files: {"codec": "quantize", "bits": 4} is Quantize(bits=4)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def plain_name(name: str) -> str:
-    """Constructor names are matched without case, dashes and underscores: ok_topk is OkTopk."""
+    """The name in lower case without dashes and underscores, by which constructors are matched: ok_topk is OkTopk."""
     return name.lower().replace("_", "").replace("-", "")
 
 
@@ -42,7 +42,10 @@ class Constructors(Mapping[str, Callable[..., T]]):
 
 
 def construct(kind: str, registry: Mapping[str, Callable[..., T]], name: object, arguments: Mapping[str, Any]) -> T:
-    """registry[name](**arguments); what is unknown or missing is named, with what is allowed."""
+    """registry[name](**arguments); UsageError where the name or an argument is unknown or an argument is missing.
+
+    kind: what is constructed, for the error, such as "codec". registry: constructors by `plain_name`.
+    """
     plain = plain_name(str(name))
     if plain not in registry:
         raise UsageError(f"{kind} {name!r} is unknown: one of {', '.join(registry)}")

@@ -23,8 +23,14 @@ QUIET_SECONDS = 5.0  # how often a plain line appears where there is no terminal
 
 @contextmanager
 def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[str, int], None]]:
-    """Yields `advance(note, steps=1)`. On a terminal a bar, then the note, which is cut first where it is narrow;
-    elsewhere a line every few seconds. `done`: how many of `total` were done before, by a run that is resumed."""
+    """Show progress while the block runs; yields `advance(note, steps=1)`.
+
+    On a terminal it is a bar, then the note, which is shortened where the terminal is narrow; elsewhere it is a line
+    every few seconds.
+
+    what: printed before it. total: how many steps there are. done: how many of them were done before, by a run that is
+    resumed.
+    """
     if sys.stderr.isatty():
         note_column = TextColumn("{task.fields[note]}", markup=False)
         columns = (TextColumn("{task.description}"), BarColumn(BAR), MofNCompleteColumn(), TimeRemainingColumn())
@@ -37,7 +43,8 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[str, in
 
             yield move
         return
-    first, began = done, time.monotonic()
+    first = done
+    began = time.monotonic()
     shown = began
 
     def advance(note: str, steps: int = 1) -> None:
@@ -53,7 +60,10 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[str, in
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "") -> None:
-    """Print a table; text is left-aligned, numbers (also as text) right-aligned; floats get four significant digits."""
+    """Print a table with one sequence of values per row; `caption` is printed below it.
+
+    Text is left-aligned, numbers (also as text) are right-aligned; floats get four significant digits; None is a dash.
+    """
     console = Console(markup=False)  # thinwire[train] is a name, not a style
     if not console.is_terminal:
         console = Console(width=160, markup=False)
@@ -76,7 +86,7 @@ def _cell(value: Any) -> str:
 
 
 def write_json(path: str | Path | None, result: Any) -> None:
-    """Write `result` to `path` (None: do nothing), making its folder; a path that cannot be written is one line."""
+    """Write `result` as JSON to `path` (None: do nothing), making its folder; UsageError where that is not possible."""
     if path is None:
         return
     target = Path(path)
@@ -88,7 +98,7 @@ def write_json(path: str | Path | None, result: Any) -> None:
 
 
 def read_json(path: str | Path) -> Any:
-    """What `write_json` wrote; a file that is not there or not JSON is one line."""
+    """Read what `write_json` wrote; UsageError where the file is missing or is not JSON."""
     try:
         return json.loads(Path(path).read_text())
     except OSError as error:

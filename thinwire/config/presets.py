@@ -1,10 +1,10 @@
-"""Wire settings by name, as data: what `[wire]` in a run.toml would say.
+"""Wire settings by name, as data: the same tables as under `[wire]` in a run.toml.
 
-A name under `codec` or `collective` is a constructor, the other keys its arguments; `memory` is a constructor
-too. `when` says which messages: always, Optimus-CC's epilogue, or critical: those without slack in the simulator;
-`stages` whose gradients (stages.py).
-`embedding` is the tied one: one exchange over both its stages (fused), or one on each and one between them.
-`auto` measures first, and does at most what the rest says: the preset of that name is "max" with it.
+A name under `codec` or `collective` is a constructor and the other keys are its arguments; `memory` is a constructor
+too. `when`: which messages are compressed, always, Optimus-CC's epilogue, or critical (those without slack in the
+simulator). `stages`: whose gradients are compressed (stages.py).
+`embedding` is the tied one: one exchange over both its stages (fused), or one on each and one between them (separate).
+`auto` measures first and compresses at most as the rest says: the preset of that name is "max" with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "gradient": {"collective": "two_hop", "codec": {"codec": "cast", "to": "bf16"}},
         "embedding": {"collective": "two_hop", "codec": {"codec": "cast", "to": "bf16"}, "sync": "fused"},
     },
-    # eight bits everywhere: no state that has to recur, no tuning
+    # eight bits everywhere: no state per sample, no tuning
     "safe": {
         "forward": {"codec": "quantize", "bits": 8},
         "backward": {"codec": "quantize", "bits": 8},
@@ -55,8 +55,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "embedding": {"sync": "fused"},
     },
-    # as thin as fine-tuning stands, by our own measurements (docs/quality.md, docs/train.md): three bits each way along
-    # the pipeline, four between replicas; sparse gradients cost far more quality at equal bytes
+    # as few bits as fine-tuning tolerates, by our measurements (docs/quality.md, docs/train.md): three bits each way
+    # along the pipeline, four between replicas; sparse gradients cost far more quality at equal bytes
     "max": {
         "forward": {
             "codec": "quantize",
@@ -72,8 +72,10 @@ KEYS = ("preset", "forward", "backward", "gradient", "embedding", "auto")
 
 
 def written_out(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A `[wire]` table without its `preset`: the preset's sections, and over them the table's. `auto` alone is the
-    preset of that name."""
+    """A `[wire]` table with its `preset` replaced by the preset's sections, which the table's own sections override.
+
+    A table with `auto` alone is the preset of that name. UsageError where a key or the preset is unknown.
+    """
     rest = dict(table)
     for key in rest:
         if key not in KEYS:

@@ -9,12 +9,15 @@ from thinwire.errors import UsageError
 # Bits per second. Decimal, as networks are sold; "MB/s" style units are refused rather than guessed.
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-SLOWEST, FASTEST = 1e4, 1e11  # bit/s; below, one packet takes over a second; above, no CPU forwards it
+SLOWEST = 1e4  # bit/s; on a slower link one packet takes over a second
+FASTEST = 1e11  # bit/s; no CPU forwards more
 UNLIMITED = "unlimited"
 
 
 def parse_rate(text: str | float | None, what: str = "rate") -> float | None:
-    """Bits per second from "100mbit" (or a number of bits per second); None or "unlimited" is no limit."""
+    """Bits per second from "100mbit" (or a number of bits per second); None where `text` is None or "unlimited".
+
+    what: how errors name the value."""
     if text is None or text == UNLIMITED:
         return None
     value = float(text) if _is_number(text) else _parse(str(text), RATE_UNITS, what)
@@ -24,7 +27,7 @@ def parse_rate(text: str | float | None, what: str = "rate") -> float | None:
 
 
 def parse_time(text: str | float, what: str = "time") -> float:
-    """Seconds from "10ms" (or a number of seconds)."""
+    """Seconds from "10ms" (or a number of seconds); `what`: how errors name the value."""
     if _is_number(text):
         return _not_negative(float(text), text, what)
     if re.fullmatch(r"0+(\.0+)?", str(text).strip()):
@@ -33,7 +36,7 @@ def parse_time(text: str | float, what: str = "time") -> float:
 
 
 def parse_loss(text: str | float, what: str = "loss") -> float:
-    """A probability from "0.5%" (or a number between 0 and 1)."""
+    """A probability from "0.5%" (or a number between 0 and 1); `what`: how errors name the value."""
     try:
         value = float(text[:-1]) / 100 if isinstance(text, str) and text.endswith("%") else float(text)
     except ValueError:
@@ -44,7 +47,7 @@ def parse_loss(text: str | float, what: str = "loss") -> float:
 
 
 def show_rate(rate: float | None) -> str:
-    """For people, to three digits, in a form that `parse_rate` reads: 1.16mbit."""
+    """A rate in bit/s to three digits, in a form that `parse_rate` reads: 1.16mbit."""
     if rate is None:
         return UNLIMITED
     rate = float(f"{rate:.3g}")
@@ -53,7 +56,7 @@ def show_rate(rate: float | None) -> str:
 
 
 def show_bytes(count: float) -> str:
-    """Decimal bytes, as the rates are decimal bits."""
+    """A number of bytes in decimal units, as rates are in decimal bits: 1.50 MB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
@@ -61,7 +64,7 @@ def show_bytes(count: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """Two units at most: 12.3 s, 4 min 10 s, 2 h 05 min."""
+    """A number of seconds in at most two units: 9.8 s, 4 min 10 s, 2 h 05 min."""
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

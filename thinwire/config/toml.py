@@ -1,4 +1,4 @@
-"""A TOML file that a user wrote, read: what is wrong with it is one line."""
+"""Read a TOML file that a user wrote; a mistake in it is an error of one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thinwire.errors import UsageError
 
 
 def read_toml(path: str | Path, what: str = "") -> dict[str, Any]:
-    """The document. `what` it is, such as "topology ", stands before the name in errors."""
+    """The parsed document. `what` is put before the path in errors, such as "topology "."""
     try:
         return tomllib.loads(Path(path).read_bytes().decode())
     except OSError as error:

@@ -1,10 +1,10 @@
-"""The user's configuration: what each kind of traffic gets.
+"""The user's configuration: how each kind of traffic is compressed.
 
     tw.Wire(forward=(codecs.Quantize(4), memory.Delta()), gradient=collectives.OkTopk(0.01))
     tw.Wire.of("safe")    tw.Wire.of({"gradient": {"collective": "ok_topk", "density": 0.01}})    # as TOML gives it
 
-A section that is not given is sent as torch sends it. Gradients keep what a lossy collective leaves out (error
-feedback) unless another memory is named: without it they would train another model.
+A kind of traffic without a section is sent as torch sends it. Gradients keep what a lossy collective leaves out (error
+feedback) unless another memory is named; without any, training would converge to another model.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ SYNCS = ("separate", "fused")
 
 @dataclass(frozen=True)
 class Link:
-    """`[wire.forward]` and `[wire.backward]`: what a pipeline boundary's messages get.
+    """`[wire.forward]` and `[wire.backward]`: how messages over pipeline boundaries are compressed.
 
-    `when`: always, Optimus-CC's epilogue, critical (without slack in the simulator), or a predicate
-    (stage, micro-batch) → bool that both peers evaluate. `memory="auto"` (backward): lazy error where it helps.
+    codec: what encodes a message.
+    memory: what both ends keep between messages; "auto" (backward): lazy error where it helps.
+    when: which messages are compressed: always, epilogue (Optimus-CC's), critical (without slack in the simulator), or
+        a predicate (stage, micro-batch) → bool that both peers evaluate.
     """
 
     codec: Codec
@@ -58,11 +60,14 @@ class Link:
 class Reduction:
     """`[wire.gradient]` and `[wire.embedding]`: how gradients are averaged.
 
-    The first `warmup` steps are exact; so are always parameters that match a pattern in `exclude` (as file names
-    match: `*.bias`) and those of fewer than `exact_dims` + 1 dimensions (biases and norms, unless 0). `unit_mb` is
-    the size of the pieces that are exchanged while backward still runs. `stages`: of a pipeline, whose gradients are
-    compressed: a share (the earliest), a list, or "slack" (stages.py).
-    `sync` (embedding): one exchange over both copies of a tied one (fused), or one each and one between them.
+    collective: what averages them.
+    memory: what each rank keeps between steps; error feedback by default.
+    stages: of a pipeline, whose gradients are compressed: a share (the earliest), a list, or "slack" (stages.py).
+    warmup: the first steps, which are exact.
+    exclude: patterns of names, as of files (`*.bias`), whose parameters are always exact.
+    exact_dims: parameters of at most so many dimensions are always exact (1: biases and norms; 0: none).
+    unit_mb: the size in MB of the units that are exchanged while backward still runs.
+    sync: of a tied embedding: one exchange over both copies (fused), or one each and one between them (separate).
     """
 
     collective: Collective
@@ -104,7 +109,13 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Wire:
-    """What each kind of traffic gets; None: as torch sends it. `auto`: measure, and stay exact where that is faster."""
+    """How each kind of traffic is compressed; None: sent as torch sends it.
+
+    forward, backward: activations and their gradients over pipeline boundaries: a Link, a codec, or (codec, memory).
+    gradient: gradients between replicas: a Reduction, a collective, or (collective, memory).
+    embedding: the gradient of a tied embedding between its two copies, likewise.
+    auto: measure before the first step, and stay exact where that is as fast.
+    """
 
     forward: Link | None = None
     backward: Link | None = None
@@ -176,7 +187,7 @@ def _reduction(name: str, given: Any) -> Reduction | None:
 
 
 def _hint(given: Any) -> str:
-    """For whoever has a codec where gradients are averaged."""
+    """The end of an error where a codec is given and a collective is needed."""
     return "; collectives.TwoHop(codec) makes a collective of a codec" if isinstance(given, Codec) else ""
 
 

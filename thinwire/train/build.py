@@ -1,4 +1,4 @@
-"""From run.toml to what one rank trains with; nothing is built before everything that can be checked is."""
+"""From run.toml to what one rank trains with. Everything that can be checked is checked before anything is built."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from thinwire.train.update import Update
 
 @dataclass(frozen=True)
 class Parts:
-    """What one rank trains with."""
+    """What one rank trains with: configuration, groups, its stages and parameters, data, and the number of steps."""
 
     config: TrainConfig
     mesh: Mesh
     blueprint: Blueprint
     stages: Mapping[int, Stage]
     named: dict[str, nn.Parameter]
-    decision: Decision | None  # of the planner, where the wire left it something
+    decision: Decision | None  # of the planner, where the wire leaves something to it
     engine: Alone | Piped
     update: Update
     samples: Samples
@@ -53,9 +53,10 @@ class Parts:
     steps: int
 
     def about(self) -> dict[str, Any]:
-        """The first event of a run."""
-        mesh, wire = self.config.mesh, self.config.wire if self.decision is None else self.decision.wire
+        """The first event of a run, "run": the name of its wire, mesh, wire, sizes."""
+        mesh = self.config.mesh
         given = self.config.wire
+        wire = given if self.decision is None else self.decision.wire
         name = given.get("preset", "auto" if given.get("auto") else "custom" if given else "off")
         return {
             "name": str(name),
@@ -67,7 +68,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Checked:
-    """What can be known, and refused, before ranks talk to each other."""
+    """What is known, and has been checked, before ranks communicate."""
 
     wire: Wire
     samples: Samples
@@ -75,7 +76,7 @@ class Checked:
 
 
 def check(config: TrainConfig) -> Checked:
-    """Wire, data, and a model that can be cut as the mesh says; mistakes are UsageErrors."""
+    """Check wire, data, and that the model can be split as the mesh says; mistakes are UsageErrors."""
     wire = Wire.of(config.wire)
     check_auto(wire)
     if config.mesh.ahead > 1 and is_asked(wire):
@@ -97,7 +98,7 @@ def check(config: TrainConfig) -> Checked:
 
 
 def _with_embedding(wire: Wire, config: TrainConfig, blueprint: Blueprint) -> Wire:
-    """Copies of a tied embedding that are cut themselves are synchronised in one exchange for each slice."""
+    """Copies of a tied embedding that are split over tensor-parallel ranks need one exchange per slice (fused)."""
     rank_of = config.mesh.plan().rank_of
     apart = blueprint.config.tie_word_embeddings and rank_of[0] != rank_of[-1]
     if config.mesh.tp == 1 or not apart:
@@ -109,7 +110,10 @@ def _with_embedding(wire: Wire, config: TrainConfig, blueprint: Blueprint) -> Wi
 
 
 def build(config: TrainConfig, checked: Checked, say: Callable[[str], None], kept: Tensor | None = None) -> Parts:
-    """Called by all ranks together. `kept`: the decision that a checkpoint holds."""
+    """What this rank trains with; called by all ranks together.
+
+    checked: what `check` returned. say: called with a line for the user. kept: the decision in a checkpoint.
+    """
     samples = checked.samples
     mesh = make_mesh(config.mesh, config.run.device)
     check_agreement("thinwire train", {"the configuration": repr(config), "the data": samples.digest}, None)
@@ -139,10 +143,11 @@ def _precompile(
     config: TrainConfig, wire: Wire, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter],
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Compile all kernels that the run may need before anything is measured or timed, in one go."""
+    """Compile all kernels that the run may need together, before anything is measured or timed."""
     if config.mesh.ranks == 1:
         return
-    kinds, some = forms(config, wire), next(iter(stages.values()))
+    kinds = forms(config, wire)
+    some = next(iter(stages.values()))
     links = [link for way in ("forward", "backward") for link in kinds[way]] if config.mesh.pp > 1 else []
     row = config.data.seq_len, some.config.hidden_size // config.mesh.tp
     shapes = {name: tuple(p.shape) for name, p in named.items()}

@@ -1,11 +1,11 @@
-"""Checkpoints by torch.distributed.checkpoint: flat names, whole or not at all, the last K kept.
+"""Checkpoints by torch.distributed.checkpoint: flat names, complete or absent, the last K kept.
 
     out/checkpoints/step-00000100/      one folder, where all ranks see it
     out/checkpoints/step-00000100/rank-3/    one per rank, where machines share no folder
 
-Names that all replicas have alike (model/…, optim/…) are stored once; what is a rank's own has its rank in the name.
-A folder is written under another name, its files are listed with their checksums, and it is renamed when every rank is
-done: what has its name is whole, and what has changed since is found before anything is loaded.
+What all replicas have in common (model/…, optim/…) is stored once; what belongs to one rank has the rank in its name.
+A folder is written under a temporary name, its files are listed with their checksums, and it is renamed when every rank
+is done. So a folder with its final name is complete, and a file that changed afterwards is found before loading.
 """
 
 from __future__ import annotations
@@ -28,24 +28,27 @@ from thinwire.distributed.checkpoint_files import METADATA, CheckpointReader, fi
 from thinwire.distributed.values import broadcast_json, gather_json
 from thinwire.errors import RunFailed, UsageError
 
-CHECKPOINTS, PREFIX, UNFINISHED = "checkpoints", "step-", ".part"
+CHECKPOINTS = "checkpoints"
+PREFIX = "step-"
+UNFINISHED = ".part"
 
 
 @contextmanager
-def _meant() -> Iterator[None]:
-    """torch warns wherever `no_dist` is set; here it is what is wanted."""
+def _without_warning() -> Iterator[None]:
+    """torch warns wherever `no_dist` is set; here it is set on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 def whole(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
+    """The finished checkpoints in `folder`, oldest first."""
     found = folder.glob(f"{PREFIX}*") if folder.exists() else ()
     return sorted(p for p in found if p.name.removeprefix(PREFIX).isdigit())
 
 
 def refuse_second_run(out: Path, resume: bool) -> None:
+    """UsageError where the folder `out` holds checkpoints of a run and `resume` is false."""
     found = whole(out / CHECKPOINTS)
     if found and not resume:
         step = int(found[-1].name.removeprefix(PREFIX))
@@ -53,15 +56,20 @@ def refuse_second_run(out: Path, resume: bool) -> None:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Every method but `newest` is called by all ranks together."""
+    """The checkpoints of one run. Every method but `newest` is called by all ranks together.
+
+    folder: where they are. keep: how many are kept. local_rank: this rank's number on its machine.
+    """
 
     def __init__(self, folder: str | Path, keep: int = 2, local_rank: int = 0) -> None:
-        self.folder, self.keep, self.local_rank = Path(folder), keep, local_rank
+        self.folder = Path(folder)
+        self.keep = keep
+        self.local_rank = local_rank
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.shared = self._is_shared()
 
     def save(self, step: int, state: Mapping[str, Tensor]) -> Path:
-        """Write, rename, then remove what is older than the last `keep`."""
+        """Write `state` as the checkpoint of `step`, rename it, then remove all but the last `keep`; its folder."""
         target = self.folder / f"{PREFIX}{step:08d}"
         part = target.with_name(target.name + UNFINISHED)
         mine = part if self.shared else part / f"rank-{self.rank}"
@@ -69,7 +77,7 @@ class Checkpoints:
             shutil.rmtree(part)
         self._barrier()
         try:
-            with _meant():
+            with _without_warning():
                 dcp.save(dict(state), checkpoint_id=mine, no_dist=not self.shared or self.size == 1)
         except CheckpointException as error:
             reasons = [one for one, _ in error.failures.values() if isinstance(one, OSError)]
@@ -89,15 +97,15 @@ class Checkpoints:
         return target
 
     def newest(self) -> Path | None:
-        """The last whole one."""
+        """The newest finished checkpoint."""
         found = whole(self.folder)
         return found[-1] if found else None
 
     def newest_sound(self, say: Callable[[str], None]) -> Path | None:
         """The newest that all ranks have and in which no file has changed since it was written; None: there is none.
 
-        Machines that share no folder may have been stopped at different moments. `say` is told of damaged ones.
-        UsageError where there are checkpoints and all of them are damaged.
+        Machines that share no folder may have been stopped at different moments. `say` is called with a line per
+        damaged checkpoint. UsageError where there are checkpoints and all of them are damaged.
         """
         mine = [int(p.name.removeprefix(PREFIX)) for p in whole(self.folder)]
         common = set(mine).intersection(*gather_json(mine))
@@ -112,7 +120,7 @@ class Checkpoints:
         return None
 
     def read(self, path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
-        """The tensors whose names are wanted, from one folder or from this rank's."""
+        """The tensors whose names `wanted` accepts, from a shared checkpoint folder or from this rank's part of it."""
         own = path / f"rank-{self.rank}"
         try:
             reader = CheckpointReader(own if own.exists() else path)
@@ -122,7 +130,7 @@ class Checkpoints:
                 for name, about in known.items()
                 if wanted(name) and isinstance(about, TensorStorageMetadata)
             }
-            with _meant():
+            with _without_warning():
                 dcp.load(out, storage_reader=reader, no_dist=True)
         except UsageError:
             raise
@@ -145,7 +153,7 @@ class Checkpoints:
         write_checksums(folder, [*mine, *([folder / METADATA] if self.rank == 0 else [])], self.rank, self.size)
 
     def _damage(self, path: Path) -> str | None:
-        """What this rank finds wrong. Where all see the files, each looks at some of them."""
+        """What this rank finds wrong. Where all ranks see the files, each checks some of them."""
         own = path / f"rank-{self.rank}"
         if own.exists():
             return find_damage(own)
@@ -153,7 +161,7 @@ class Checkpoints:
 
     @property
     def _leads(self) -> bool:
-        """One rank a folder makes, renames and removes."""
+        """One rank per folder makes, renames and removes."""
         return self.rank == 0 or (not self.shared and self.local_rank == 0)
 
     def _barrier(self) -> None:

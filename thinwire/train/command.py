@@ -23,6 +23,7 @@ INTERRUPTED = 130  # the exit status of what Ctrl-C ended
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `thinwire train` on its parser."""
     parser.description = __doc__
     parser.add_argument("config", metavar="run.toml", nargs="?", help="the run; see --init")
     parser.add_argument("--init", metavar="PATH", help="write a commented configuration there, and stop")
@@ -38,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Write a configuration, train on this machine's lab, or train as one rank; the exit status."""
     if args.init:
         return _init(Path(args.init))
     if args.config is None:
@@ -114,7 +116,8 @@ def _init(path: Path) -> int:
 
 def _rank(config: TrainConfig, args: argparse.Namespace) -> int:
     """This process is one rank: torchrun's, or the only one."""
-    size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
     _check_ranks(
         config.mesh,
         size,
@@ -123,7 +126,8 @@ def _rank(config: TrainConfig, args: argparse.Namespace) -> int:
     from thinwire.train.rank import record, train_rank
 
     resume = args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # torchrun --max-restarts
-    alone, local = "WORLD_SIZE" not in os.environ, int(os.environ.get("LOCAL_RANK", 0))
+    alone = "WORLD_SIZE" not in os.environ
+    local = int(os.environ.get("LOCAL_RANK", 0))
     with locked(config.run.out) if rank == 0 else nullcontext():
         if rank == 0:
             record(config, args.config, resume)

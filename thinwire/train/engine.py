@@ -29,11 +29,13 @@ from thinwire.train.model.tensor_parallel import Sliced
 class Loss:
     """Cross-entropy summed over a micro-batch, as its share of the step's mean over all replicas' labels.
 
-    Times dp, because gradients are averaged over replicas afterwards.
+    It is multiplied by the number of replicas, because gradients are averaged over them afterwards. `labelled` is set
+    before each step: how many labels the step has on all replicas.
     """
 
     def __init__(self, replicas: int) -> None:
-        self.replicas, self.labelled = replicas, 1
+        self.replicas = replicas
+        self.labelled = 1
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         total = nn.functional.cross_entropy(
@@ -46,13 +48,15 @@ class Alone:
     """A whole model on this rank: micro-batches one after the other, as a pipeline would add them up."""
 
     def __init__(self, config: TrainConfig, stage: Stage) -> None:
-        self.stage, self.microbatches = _casting(stage, config), config.mesh.microbatches
-        self.loss, self.device = Loss(config.mesh.dp), next(stage.parameters()).device
+        self.stage = _casting(stage, config)
+        self.microbatches = config.mesh.microbatches
+        self.loss = Loss(config.mesh.dp)
+        self.device = next(stage.parameters()).device
 
     def run(
         self, batch: Batch, train: bool, upcoming: Tensor | None = None, done: Callable[[], None] | None = None
     ) -> Tensor | None:
-        """This replica's loss; gradients are added to .grad when training."""
+        """This replica's loss; where `train`, gradients are added to .grad. `upcoming` and `done` are not used."""
         self.loss.labelled, batch = batch.labelled, _on(self.device, batch)
         total = torch.zeros((), device=self.device)
         with torch.set_grad_enabled(train):
@@ -71,20 +75,28 @@ class Alone:
 
 
 class Piped:
-    """This rank's stages under one of torch's schedules; their messages are the wire's business."""
+    """This rank's stages under one of torch's schedules, their messages compressed as `wire` says.
+
+    plan: which messages are compressed. mesh: the groups of this rank. stages: by number. samples: how many there are
+    to train on. say: called with a line for the user.
+    """
 
     def __init__(
         self, config: TrainConfig, wire: Wire, plan: Plan, mesh: Mesh, stages: Mapping[int, Stage], samples: int,
         say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.rank_of, self.group, self.microbatches = config.mesh.plan().rank_of, mesh.pp, config.mesh.microbatches
+        self.rank_of = config.mesh.plan().rank_of
+        self.group = mesh.pp
+        self.microbatches = config.mesh.microbatches
         some = next(iter(stages.values()))
-        self.width, self.dtype = some.config.hidden_size // config.mesh.tp, next(some.parameters()).dtype
-        count, self.device = len(self.rank_of), next(some.parameters()).device
+        weight = next(some.parameters())
+        self.width = some.config.hidden_size // config.mesh.tp
+        self.dtype = weight.dtype
+        self.device = weight.device
         self.parts = [
             CompressedStage(
-                _sliced(_casting(stage, config), stage, mesh), index, count, self.device, group=mesh.pp, wire=wire,
-                seed=config.run.seed, dropout="seed",
+                _sliced(_casting(stage, config), stage, mesh), index, len(self.rank_of), self.device, group=mesh.pp,
+                wire=wire, seed=config.run.seed, dropout="seed",
             )
             for index, stage in sorted(stages.items())
         ]  # fmt: skip
@@ -102,16 +114,19 @@ class Piped:
     def run(
         self, batch: Batch, train: bool, upcoming: Tensor | None = None, done: Callable[[], None] | None = None
     ) -> Tensor | None:
-        """This replica's loss on the rank of the last stage, None elsewhere. `upcoming`: the next pass's ids; `done` is
-        called when this rank's gradients are complete, while others may still compute."""
+        """This replica's loss on the rank of the last stage, None elsewhere.
+
+        batch: this replica's part of the step. train: with backward. upcoming: the sample ids of the next pass, which
+        are read ahead. done: called when this rank's gradients are complete, while other ranks may still compute.
+        """
         self.loss.labelled, batch = batch.labelled, _on(self.device, batch)
         if not train:
             return self._evaluate(batch)
         losses: list[Tensor] = []
-        said: dict[str, Any] = {}
+        about: dict[str, Any] = {}
         if self.first:
-            said = {"shape": tuple(batch.inputs.shape), "ids": batch.ids, "next_ids": upcoming}
-        with self.pipeline.step(**said):
+            about = {"shape": tuple(batch.inputs.shape), "ids": batch.ids, "next_ids": upcoming}
+        with self.pipeline.step(**about):
             target = {"target": batch.labels, "losses": losses} if self.last else {}
             self.schedule.step(*((batch.inputs,) if self.first else ()), **target)
             if done is not None:
@@ -121,7 +136,8 @@ class Piped:
     @torch.no_grad()
     def _evaluate(self, batch: Batch) -> Tensor | None:
         """Forward only, uncompressed, micro-batch by micro-batch: torch's V schedules cannot leave backward out."""
-        total, mine = torch.zeros((), device=self.device), {part.stage_index: part for part in self.parts}
+        total = torch.zeros((), device=self.device)
+        mine = {part.stage_index: part for part in self.parts}
         sends: list[dist.Work] = []
         for tokens, labels in zip(batch.inputs.chunk(self.microbatches), batch.labels.chunk(self.microbatches)):
             x = tokens
@@ -142,7 +158,7 @@ class Piped:
         return total if self.last else None
 
     def _exchange(self, operation: Any, x: Tensor, peer: int) -> list[dist.Work]:
-        """Batched at both ends, be it of one: NCCL makes communicators of two for operations that are not."""
+        """In a batch at both ends, even of one operation: outside a batch NCCL makes a communicator per pair."""
         return dist.batch_isend_irecv([dist.P2POp(operation, x, group=self.group, group_peer=peer)])
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -153,18 +169,19 @@ class Piped:
 
 
 def autocast(config: TrainConfig) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context in which a stage runs: torch's autocast to bfloat16, or none, as `[run] autocast` says."""
     if config.run.autocast == "off":
         return nullcontext
     return lambda: torch.autocast(config.run.device, dtype=torch.bfloat16)
 
 
 def _on(device: torch.device, batch: Batch) -> Batch:
-    """The batch on the stages' device; its ids are the host's business."""
+    """The batch on the stages' device; its ids stay on the host, which looks them up."""
     return batch._replace(inputs=batch.inputs.to(device), labels=batch.labels.to(device))
 
 
 class _Casting(nn.Module):
-    """A stage under autocast, whose messages keep one dtype: what crosses a boundary is the weights'."""
+    """A stage under autocast, whose messages keep one dtype: what crosses a boundary has the weights' dtype."""
 
     def __init__(self, stage: Stage, context: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()

@@ -20,8 +20,8 @@ NAME = "run.lock"
 def locked(folder: str | Path) -> Iterator[None]:
     """Hold the folder of a run while the block runs; UsageError where another launch holds it.
 
-    The lock is the kernel's (flock), so it ends with the process that holds it, however that ends. What stands in the
-    file says who that is, for whoever is refused.
+    The lock is the kernel's (flock), so it is released when the process that holds it ends, in whatever way. The file
+    contains host, process and time of the holder, for the message of the launch that is refused.
     """
     out = Path(folder)
     try:

@@ -12,7 +12,7 @@ from thinwire.train.config.sections import OptimConfig
 
 
 def rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The rate of step 0 … steps − 1: linear from lr/warmup to lr, then constant, or a cosine down to lr · final.
+    """The rate of `step`, 0 … steps − 1: linear from lr/warmup to lr, then constant, or a cosine down to lr · final.
 
     The last step of the cosine has lr · final; so would any after it.
     """
@@ -26,7 +26,8 @@ def rate(config: OptimConfig, step: int, steps: int) -> float:
 
 
 def groups(config: OptimConfig, named: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """Two groups for torch's optimisers: matrices with weight decay; biases and norms without. Names stand beside."""
+    """Two groups for torch's optimisers, with the names of their parameters: matrices with weight decay; biases and
+    norms without. `named`: the parameters by name."""
     out = []
     for decay, matrices in ((config.weight_decay, True), (0.0, False)):
         chosen = {name: weight for name, weight in named.items() if (weight.dim() > 1) == matrices}
@@ -36,5 +37,5 @@ def groups(config: OptimConfig, named: Mapping[str, nn.Parameter]) -> list[dict[
 
 
 def total_steps(config: OptimConfig, steps_per_epoch: int) -> int:
-    """`[optim] steps`, or `epochs` of the data."""
+    """How many steps a run has: `[optim] steps`, or `epochs` times `steps_per_epoch`."""
     return config.steps if config.steps is not None else config.epochs * steps_per_epoch

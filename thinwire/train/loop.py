@@ -1,7 +1,7 @@
 """The training loop of one rank: batches in, metrics and checkpoints out.
 
-Everything that a step depends on is in the checkpoint or follows from the step's number, so a run that was stopped and
-resumed goes on bit for bit.
+Everything that a step depends on is in the checkpoint or follows from the step's number. So a run that was stopped and
+resumed has the same bits as one that was not.
 """
 
 from __future__ import annotations
@@ -33,17 +33,25 @@ DECISION = "decision"  # its name in a checkpoint
 
 
 class Trainer:
-    """One rank of a run. `say` prints a line on rank 0; `heard` is called there with every event that is recorded."""
+    """One rank of a run.
+
+    resume: go on from the newest checkpoint. local_rank: this rank's number on its machine.
+    say: called on rank 0 with a line for the user. rate: of the links in bit/s, where it is known; it is only recorded.
+    checked: what `check(config)` returned, where it has been called already.
+    `on_event` may be set: it is called on rank 0 with every event that is recorded.
+    """
 
     def __init__(
         self, config: TrainConfig, *, resume: bool = False, local_rank: int = 0, say: Callable[[str], None] = print,
         rate: float | None = None, checked: Checked | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.out, self.rate = config, Path(config.run.out), rate
+        self.config = config
+        self.out = Path(config.run.out)
+        self.rate = rate
         self.rank = dist.get_rank()
         self.say = say if self.rank == 0 else (lambda line: None)
         self.metrics: Metrics | None = None
-        self.heard: Callable[[dict[str, Any]], None] = lambda event: None
+        self.on_event: Callable[[dict[str, Any]], None] = lambda event: None
         self.notes: list[str] = []  # from before there are metrics
         checked = checked or check(config)
         self.checkpoints = Checkpoints(self.out / CHECKPOINTS, config.run.keep, local_rank)
@@ -52,7 +60,9 @@ class Trainer:
             refuse_second_run(self.out, resume)
         kept = None if found is None else self.checkpoints.read(found, lambda name: name == DECISION).get(DECISION)
         self.parts: Parts = build(config, checked, self._note, kept)
-        self.step, self.seconds, self.stop = 0, 0.0, StopRequest(loud=self.rank == 0)
+        self.step = 0
+        self.seconds = 0.0
+        self.stop = StopRequest(loud=self.rank == 0)
         self.totals = Totals(self.parts.engine, self.parts.update, config.mesh.dp * config.mesh.tp)
         if found is not None:
             self._load(found)
@@ -65,7 +75,7 @@ class Trainer:
         self.steps = self.parts.steps
 
     def fit(self) -> float:
-        """Train to the end; the held-out loss there (NaN without held-out samples)."""
+        """Train to the end; returns the held-out loss there (NaN without held-out samples)."""
         try:
             with self.stop:
                 return self._fit()
@@ -117,13 +127,15 @@ class Trainer:
         )  # fmt: skip
 
     def _next_ids(self) -> Tensor:
-        """Of the next pass, so that what is remembered of its samples can be read ahead."""
+        """The sample ids of the next pass, so that the state kept for its samples can be read ahead."""
         ids = self.parts.batches.peek()
         return ids[: len(ids) // self.config.optim.accumulate]
 
     def _evaluate(self) -> float:
-        """Mean held-out loss over all replicas; memory of training samples is left alone."""
-        mesh, losses, before = self.parts.mesh, [], self.totals.state()
+        """Mean held-out loss over all replicas; the state kept for training samples is not changed."""
+        mesh = self.parts.mesh
+        before = self.totals.state()
+        losses = []
         for batch in held_out_batches(self.parts.samples, self.config.optim.batch, mesh.replica, mesh.config.dp):
             parts = _parts(batch, self.config.optim.accumulate)
             losses.append(([self.parts.engine.run(part, False) for part in parts], batch.labelled))
@@ -139,7 +151,7 @@ class Trainer:
         return bool(flag)
 
     def _note(self, text: str) -> None:
-        """A line for whoever looks: on the terminal of rank 0, and in the metrics."""
+        """A line for the user: on the terminal of rank 0, and in the metrics."""
         self.say(text)
         if self.metrics is None:
             self.notes.append(text)
@@ -148,7 +160,7 @@ class Trainer:
     def _write(self, kind: str, **values: Any) -> None:
         if self.metrics is not None:
             self.metrics.write(kind, self.step, **values)
-            self.heard({"kind": kind, "step": self.step, **values})
+            self.on_event({"kind": kind, "step": self.step, **values})
 
     # --- checkpoints
 
@@ -172,8 +184,10 @@ class Trainer:
         return state | {"step": torch.tensor(self.step), "seconds": torch.tensor(self.seconds, dtype=torch.float64)}
 
     def _load(self, path: Path) -> None:
-        own, place = f"rank-{self.rank}/", self.parts.mesh.slice
-        update, named = self.parts.update, self.parts.named
+        own = f"rank-{self.rank}/"
+        place = self.parts.mesh.slice
+        update = self.parts.update
+        named = self.parts.named
 
         def wanted(name: str) -> bool:
             known = (
@@ -199,7 +213,7 @@ class Trainer:
         if memory and same_cut:
             self.parts.engine.load_state_dict(memory)
         if not same_cut:
-            self.say("the pipeline is cut otherwise than in the checkpoint: compression starts without memory")
+            self.say("the pipeline is split otherwise than in the checkpoint: compression starts without memory")
         if f"{own}rng" in state:
             torch.set_rng_state(state[f"{own}rng"])
             self.totals.load(state[f"{own}sent"])
@@ -209,23 +223,23 @@ class Trainer:
             {n.removeprefix("data/"): int(v) for n, v in state.items() if n.startswith("data/")}
         )
         self.step, self.seconds = int(state["step"]), float(state["seconds"])
-        update.skips = int(state.get("skips", 0))  # not in checkpoints of before
+        update.skips = int(state.get("skips", 0))  # older checkpoints lack it
         self.say(f"resumed at step {self.step} from {path}")
 
     def _placed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What was saved, where the run is: tensors on its device, numbers and generators on the host."""
+        """The saved state on the devices of this run: tensors on its own, numbers and generators on the host."""
         device = self.config.run.device
         stays = (f"rank-{self.rank}/rng", f"rank-{self.rank}/sent", "data/", "cut")
         return {n: v.to(device) if v.dim() and not n.startswith(stays) else v for n, v in state.items()}
 
     def _cut(self) -> Tensor:
-        """Which layers lie where: state of boundaries means something only under the same cut."""
+        """Which layers are on which stage: the state of a boundary can only be used under the same split."""
         layers = self.parts.blueprint.layers
         mesh = self.config.mesh
         return torch.tensor([mesh.pp, mesh.tp, *(run.stop for run in layers), *mesh.plan().rank_of])
 
 
 def _parts(batch: Batch, passes: int) -> list[Batch]:
-    """The rows of a step in so many pipeline passes; each keeps the step's count of labels."""
+    """The rows of a step, split into `passes` pipeline passes; each keeps the step's count of labels."""
     columns = (column.chunk(passes) for column in (batch.ids, batch.inputs, batch.labels))
     return [Batch(ids, inputs, labels, batch.labelled) for ids, inputs, labels in zip(*columns)]

@@ -1,30 +1,32 @@
-"""dp × pp × tp ranks on a DeviceMesh, and the groups that cross it: rank = (replica · pp + position) · tp + slice.
+"""dp × pp × tp ranks on a DeviceMesh, and their process groups: rank = (replica · pp + position) · tp + slice.
 
-Ranks of one tensor-parallel group are neighbours, so that they lie on one host; all other groups join ranks of a slice.
+Ranks of one tensor-parallel group have consecutive numbers, so that they are on one host. All other groups consist of
+ranks that hold the same slice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thinwire.train.config.sections import MeshConfig
 
 
 @dataclass(frozen=True)
 class Mesh:
+    """Where this rank is in the mesh, and the groups it belongs to."""
+
     config: MeshConfig
     replica: int
-    position: int
+    position: int  # in the pipeline
     shard: int  # which slice of the weights
-    dp: Any  # this position and slice over all replicas
-    pp: Any  # this replica's pipeline, this slice
-    tp: Any  # the other slices of this position: a DeviceMesh
-    ends: Any = None  # first and last stage over all replicas, on ranks that hold one of them
-    pair: Any = None  # the two of this replica
+    dp: dist.ProcessGroup  # the ranks with this position and slice, of all replicas
+    pp: dist.ProcessGroup  # the ranks of this replica's pipeline with this slice
+    tp: DeviceMesh  # the ranks of this replica and position: all slices
+    ends: dist.ProcessGroup | None = None  # on ranks with the first or last stage: the ranks of both, of all replicas
+    pair: dist.ProcessGroup | None = None  # on the same ranks: the two of this replica
 
     @property
     def is_first(self) -> bool:
@@ -42,18 +44,19 @@ class Mesh:
 
     @property
     def place(self) -> str:
-        """Names what the replicas of this rank have in common."""
+        """Part of the saved names: what the replicas of this rank have in common."""
         return str(self.position) if self.config.tp == 1 else f"{self.position}.{self.shard}"
 
 
 def make_mesh(config: MeshConfig, device: str = "cpu") -> Mesh:
-    """Groups for this rank; every rank of the world calls it."""
+    """This rank's place and groups; every rank of the world calls it. `device`: "cpu" or "cuda"."""
     mesh = init_device_mesh(device, (config.dp, config.pp, config.tp), mesh_dim_names=("dp", "pp", "tp"))
     replica, rest = divmod(dist.get_rank(), config.pp * config.tp)
     position, shard = divmod(rest, config.tp)
     plan = config.plan()
     places = sorted({plan.rank_of[0], plan.rank_of[-1]})
-    ends = pair = None
+    ends: dist.ProcessGroup | None = None
+    pair: dist.ProcessGroup | None = None
     if len(places) == 2:
         for t in range(config.tp):  # every rank makes all groups, and keeps its own
             pairs = [[(r * config.pp + place) * config.tp + t for place in places] for r in range(config.dp)]

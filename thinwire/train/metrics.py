@@ -14,7 +14,11 @@ Event = dict[str, Any]
 
 
 class Metrics:
-    """Written by one rank. Lines after `resumed_at` belong to steps that will be done again, and are dropped."""
+    """The metrics of the run in `folder`, written by one rank.
+
+    resumed_at: the step from which a run goes on; later lines belong to steps that are done again, and are dropped.
+    None: a new run, and all lines are dropped.
+    """
 
     def __init__(self, folder: str | Path, resumed_at: int | None = None) -> None:
         self.folder = Path(folder)

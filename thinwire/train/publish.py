@@ -14,12 +14,15 @@ from thinwire.train.model.export import export_weights, write_adapter, write_ind
 
 
 def publish(parts: Parts, folder: str | Path, shared: bool) -> Path:
-    """Called by all ranks. The first replica's ranks write a shard a stage where all see the folder; without a shared
-    folder, and for adapters, which are small, everything goes to rank 0."""
+    """Write the trained model to `folder`; called by all ranks.
+
+    The first replica's ranks write one shard per stage where all ranks see the folder (`shared`). Without a shared
+    folder, and for adapters, which are small, everything is sent to rank 0.
+    """
     config, target = parts.config, Path(folder)
     lora = config.model.lora is not None
     mine = {i: export_weights(stage) for i, stage in parts.stages.items()} if parts.mesh.replica == 0 else {}
-    if parts.mesh.shard:  # all slices are put together; one rank keeps them
+    if parts.mesh.shard:  # `export_weights` has gathered all slices; one rank keeps them
         mine = {}
     if lora or not shared:
         mine = _to_first(mine)

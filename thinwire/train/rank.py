@@ -1,4 +1,4 @@
-"""One rank's life: join the others, train, leave; and if another rank is lost, say which."""
+"""One rank of a run from start to end: join the others, train, leave; if another rank is lost, the error names it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from thinwire.train.metrics import METRICS, read_events
 from thinwire.train.show import closing, describe
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on a card, what is small and on the host still takes Gloo
-BEAT, SILENCE = 1.0, 5.0  # seconds between heartbeats, and without one after which a rank counts as lost
+BEAT = 1.0  # seconds between heartbeats
+SILENCE = 5.0  # seconds without one after which a rank counts as lost
 
 
 def train_rank(
@@ -41,12 +42,19 @@ def train_rank(
     rate: float | None = None,
     show: bool = True,
 ) -> int:
-    """Train as this rank of torchrun's (or the lab's) world; 0 at the end. RunFailed, in one line, where the run
-    cannot go on: another rank was lost, or a disk is full.
+    """Train as this rank of torchrun's (or the lab's) world; returns 0. RunFailed, in one line, where the run cannot
+    go on: another rank was lost, or a disk is full.
 
-    patience: seconds that this rank waits for the others. show: progress on rank 0, and at the end what was sent and
-    saved."""
-    checked, limit, backend = check(config), timedelta(seconds=patience), BACKENDS[config.run.device]
+    resume: go on from the newest checkpoint.
+    local_rank: this rank's number on its machine.
+    alone: there is no other rank, and no variables of torchrun.
+    patience: seconds that this rank waits for the others.
+    rate: of the links in bit/s, where it is known; it is only recorded.
+    show: print progress on rank 0, and at the end what was sent and saved.
+    """
+    checked = check(config)
+    limit = timedelta(seconds=patience)
+    backend = BACKENDS[config.run.device]
     if config.run.device == "cuda":
         take_card(local_rank)
     if alone:
@@ -79,44 +87,45 @@ def train_rank(
 
 
 def _is_broken_connection(error: Exception) -> bool:
-    """Gloo and the store tell it by RuntimeErrors; what a fault of the program's own says is none of these."""
-    said = str(error).lower()
+    """Gloo and the store report it by RuntimeErrors with one of these texts; errors of the program have none."""
+    text = str(error).lower()
     known = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout")
-    return isinstance(error, (ConnectionError, dist.DistNetworkError)) or any(words in said for words in known)
+    return isinstance(error, (ConnectionError, dist.DistNetworkError)) or any(words in text for words in known)
 
 
 def _fit_shown(trainer: Trainer) -> None:
     """Train with a bar, or a line every few seconds."""
     with progress("train", trainer.steps, trainer.step) as advance:
 
-        def hear(event: dict[str, Any]) -> None:
+        def show(event: dict[str, Any]) -> None:
             if event["kind"] in ("step", "eval"):
                 advance(describe(event), int(event["kind"] == "step"))
 
-        trainer.heard = hear
+        trainer.on_event = show
         trainer.fit()
     if trainer.step == trainer.steps:
         _say(closing(trainer.config.run.out, read_events(trainer.out / METRICS)))
 
 
 def join(backend: str, limit: timedelta) -> None:
-    """Meet the others, as torchrun's variables say.
+    """Join the process group that torchrun's variables describe; `limit`: how long this rank waits for the others.
 
-    A restart by torchrun finds the last attempt's addresses in the store that the agent keeps: who reads before the
-    others have written calls ranks that are dead. So every attempt has names of its own. Agents of several machines
-    count attempts differently; there only a store of the ranks' own is new at every attempt.
+    After a restart by torchrun the store that its agent keeps still holds the last attempt's addresses. A rank that
+    reads them before the others have written new ones would connect to ranks that have ended. So every attempt has keys
+    of its own. Agents of several machines count attempts differently; there only a store of the ranks' own is new at
+    every attempt.
     """
-    say = os.environ.get
-    attempts = int(say("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if say("TORCHELASTIC_USE_AGENT_STORE") != "True" or attempts == 0:
+    variable = os.environ.get
+    attempts = int(variable("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if variable("TORCHELASTIC_USE_AGENT_STORE") != "True" or attempts == 0:
         try:
             dist.init_process_group(backend, timeout=limit)
         except dist.DistNetworkError as error:  # a port in use on rank 0, nobody there on the others
-            place = f"{say('MASTER_ADDR')}:{say('MASTER_PORT')}"
+            place = f"{variable('MASTER_ADDR')}:{variable('MASTER_PORT')}"
             reason = str(error).splitlines()[0]
-            raise UsageError(f"rank {say('RANK')} cannot meet the others at {place}: {reason}") from None
+            raise UsageError(f"rank {variable('RANK')} cannot meet the others at {place}: {reason}") from None
         return
-    if say("GROUP_WORLD_SIZE") != "1":
+    if variable("GROUP_WORLD_SIZE") != "1":
         raise UsageError(
             f"torchrun --max-restarts {attempts} on several machines would hand restarted ranks the addresses of dead "
             "ones: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, with --rdzv-backend c10d, or restart by hand"
@@ -128,14 +137,14 @@ def join(backend: str, limit: timedelta) -> None:
 
 
 def take_card(local_rank: int) -> None:
-    """This rank's card from now on; with fewer cards than ranks they are shared (NCCL then wants NCCL_HOSTID set)."""
+    """Choose this rank's GPU; with fewer GPUs than ranks they are shared (NCCL then needs NCCL_HOSTID set)."""
     if not torch.cuda.is_available():
         raise UsageError('[run] device = "cuda": torch sees no CUDA device here; allowed is cpu')
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 class Heartbeat:
-    """Every rank counts up in the rendezvous store, once per second: who is silent when something breaks?"""
+    """Every rank increments a counter in the rendezvous store once per second; a rank whose counter stops is lost."""
 
     def __init__(self) -> None:
         self.store: Any = dist.PrefixStore("thinwire/alive", default_store())
@@ -145,9 +154,10 @@ class Heartbeat:
         self.thread.start()
 
     def lost(self) -> list[int]:
-        """Ranks whose count stands still for a while; rank 0, which keeps the store, where that does not answer.
+        """Ranks whose counter has not changed for SILENCE seconds; rank 0, which holds the store, where the store does
+        not answer.
 
-        The store is asked in a thread that is not waited for longer than that: a store behind a dead link blocks.
+        The store is read in a thread that is waited for a limited time: a store behind a dead link blocks.
         """
         answers: list[list[int]] = []
         asking = threading.Thread(target=self._ask_twice, args=(answers,), daemon=True)
@@ -181,8 +191,10 @@ def _say(line: str) -> None:
 
 
 def record(config: TrainConfig, given: str, resume: bool = False) -> None:
-    """Write the configuration beside the results, as it was given and as it was understood, into a folder that is
-    there. One that holds another run is refused before anything in it is changed."""
+    """Write the configuration into the run's folder, as it was given (a copy of the file `given`) and as it was read.
+
+    The folder exists already. One that holds another run is refused before anything in it is changed, unless `resume`.
+    """
     out = Path(config.run.out)
     refuse_second_run(out, resume)
     if Path(given).resolve() != (out / "run.toml").resolve():

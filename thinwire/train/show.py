@@ -1,4 +1,4 @@
-"""What a run says of itself: a line of progress, and at the end what it took, sent and saved."""
+"""What is printed about a run: a line of progress, and at the end its time, bytes and result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TRAFFIC = ("forward", "backward", "gradient", "embedding")
 
 
 def describe(event: dict[str, Any]) -> str:
-    """A line of progress."""
+    """A line of progress for an event of kind "step" or "eval"."""
     if event["kind"] == "eval":
         return f"held-out loss {event['held_out']:.4f}"
     parts = [f"loss {event['loss']:.4f}", _sent(event), f"{event['tokens'] / event['step_seconds']:.0f} tokens/s"]
@@ -21,7 +21,7 @@ def describe(event: dict[str, Any]) -> str:
 
 
 def closing(out: str, events: Sequence[dict[str, Any]]) -> str:
-    """The last lines about a run that has come to its end, in `out`."""
+    """The last lines about a finished run in the folder `out`."""
     steps = [event for event in events if event["kind"] == "step"]
     evals = [event for event in events if event["kind"] == "eval"]
     if not steps:
@@ -34,6 +34,6 @@ def closing(out: str, events: Sequence[dict[str, Any]]) -> str:
 
 
 def _sent(event: dict[str, Any]) -> str:
-    """What all ranks have sent since the start; nothing for a run of one rank."""
+    """What all ranks have sent since the start, in words; empty for a run of one rank."""
     sent = sum(event[f"{kind}_bytes"] for kind in TRAFFIC)
     return f"{show_bytes(sent)} sent, {event['raw_bytes'] / sent:.1f}× less than fp32" if sent else ""

@@ -19,10 +19,15 @@ ERRORS = ("forward", "backward", "gradient")
 
 
 class Totals:
-    """Counters of this rank since the start of the run, resumed ones included."""
+    """Counters of this rank since the start of the run, the part before a resume included.
+
+    replicas: how many ranks compute the same loss (dp · tp).
+    """
 
     def __init__(self, engine: Alone | Piped, update: Update, replicas: int) -> None:
-        self.engine, self.update, self.replicas = engine, update, replicas
+        self.engine = engine
+        self.update = update
+        self.replicas = replicas
         self.before = torch.zeros(len(COUNTS), dtype=torch.float64)
         self.last = torch.zeros(len(COUNTS), dtype=torch.float64)  # after the last step
         self.bytes = 0  # of all ranks, after the last step
@@ -62,7 +67,7 @@ class Totals:
         self.before += counts - self._counts()
         self.last = counts
 
-    leave_out = load  # what was sent since that state was taken is not training's
+    leave_out = load  # what was sent since that state was taken does not belong to training
 
     def _counts(self) -> Tensor:
         stats = self.engine.pipeline.stats if isinstance(self.engine, Piped) else None

@@ -33,10 +33,15 @@ Named = dict[str, nn.Parameter]
 
 
 class Update:
-    """Owns the reducer, the tied embedding and the optimisers of this rank's parameters."""
+    """Owns the reducer, the tied embedding and the optimisers of this rank's parameters.
+
+    named: the parameters by name. tied: the name of this rank's copy of a tied embedding, None without one.
+    """
 
     def __init__(self, config: TrainConfig, wire: Wire, mesh: Mesh, named: Named, tied: str | None) -> None:
-        self.config, self.mesh, self.named = config, mesh, named
+        self.config = config
+        self.mesh = mesh
+        self.named = named
         rest = {name: p for name, p in named.items() if name != tied}
         self.frozen: FrozenAdam | None = None
         self.reducer: Reducer | None = None
@@ -54,7 +59,8 @@ class Update:
         once = {n: p for n, p in named.items() if n != tied or mesh.is_first}
         self.counted_once = [p for p in once.values() if dim_cut(p) is not None or not mesh.shard]
         self.brackets: ExitStack | None = None
-        self.skips, self.waited = 0, 0.0
+        self.skips = 0
+        self.waited = 0.0  # seconds of the last step that exchanges took after backward
         self.last_norm: float | None = None
 
     def begin(self) -> None:
@@ -93,7 +99,7 @@ class Update:
         return norm
 
     def norm(self) -> float:
-        """Of the whole gradient, over all stages; NaN or Inf anywhere is seen by everybody.
+        """The norm of the whole gradient, over all stages; NaN or Inf on any rank gives NaN or Inf on all ranks.
 
         Local gradients (FrozenAdam's) are not the same on all replicas: then the root of their mean square.
         """
@@ -134,7 +140,7 @@ class Update:
 
     @property
     def gradient_error(self) -> float | None:
-        """‖residual‖ / ‖gradient‖ of this rank: how many steps' worth of gradient waits in it."""
+        """‖residual‖ / ‖gradient‖ of this rank: how many steps' worth of gradient has not been sent yet."""
         if self.reducer is None or not self.last_norm:
             return None
         residual = self.reducer.exchange.residual_norm()
@@ -157,7 +163,7 @@ class Update:
         return out
 
     def load_state_dict(self, state: dict[str, Tensor], compression: bool = True) -> None:
-        """Moments, and unless the pipeline was cut otherwise the compression's own state."""
+        """Moments, and where `compression` (the pipeline is split as it was) the state of the compression."""
         for optimizer in self._optimizers():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 name = next(n for n, p in self.named.items() if p is parameter)

@@ -14,12 +14,16 @@ from typing import Any, TypeVar
 
 from thinwire.errors import UsageError
 
-Check = tuple[str, Callable[[Any], bool]]  # what is allowed, in words; whether a value is
+Check = tuple[str, Callable[[Any], bool]]  # what is allowed, in words; whether a value is allowed
 T = TypeVar("T")
 
 
 def key(default: Any, check: Check, comment: str, example: Any = None) -> Any:
-    """A key of a section. A default of None means "not given"; `--init` then shows `example`, commented out."""
+    """A key of a section.
+
+    default: None means "not given"; `--init` then shows `example`, commented out.
+    check: which values are allowed. comment: what the key means, for `--init`.
+    """
     metadata = {"check": check, "comment": comment, "example": example}
     if isinstance(default, list):
         raise TypeError("defaults are immutable: give a tuple")
@@ -27,11 +31,12 @@ def key(default: Any, check: Check, comment: str, example: Any = None) -> Any:
 
 
 def table(cls: type, comment: str) -> Mapping[str, Any]:
-    """The metadata of a field that is a table inside its section, absent unless given."""
+    """The metadata of a field that is a table inside its section, read as the dataclass `cls`; absent by default."""
     return {"table": cls, "comment": comment}
 
 
 def whole(least: int) -> Check:
+    """Integers from `least` on."""
     return f"a whole number, {least} or more", lambda v: type(v) is int and v >= least
 
 
@@ -49,18 +54,22 @@ def number(low: float, high: float, *, open_low: bool = False) -> Check:
 
 
 def one_of(*choices: Any) -> Check:
+    """One of these values, of the same type."""
     return ", ".join(map(str, choices)), lambda v: any(type(v) is type(c) and v == c for c in choices)
 
 
 def flag() -> Check:
+    """true or false."""
     return "true or false", lambda v: isinstance(v, bool)
 
 
 def text() -> Check:
+    """A string that is not empty."""
     return "a text that is not empty", lambda v: isinstance(v, str) and bool(v)
 
 
 def list_of(item: Check, length: int | None = None) -> Check:
+    """A list whose values all pass `item`; `length` values, or any number of them where it is None."""
     words, allowed = item
     count = f"{length} values" if length else "values"
 

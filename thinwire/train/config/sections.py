@@ -81,7 +81,7 @@ class DataConfig:
     chat_field: str = key("messages", text(), "or the chat turns; loss on the assistant's only")
     tokenizer: str = key("auto", text(), "auto: the checkpoint's, or bytes; bytes; or a directory")
     seq_len: int = key(256, whole(2), "tokens of a sample")
-    packing: bool = key(True, flag(), "documents one after another; false: one a sample, padded")
+    packing: bool = key(True, flag(), "documents one after another; false: one per sample, padded")
     held_out: float = key(0.02, number(0, 0.9), "share of samples that is evaluated and never trained on")
     seed: int = key(0, whole(0), "of the shuffling")
     corpus_bytes: int = key(4_000_000, whole(1000), "at most so much of Python's library")
@@ -100,8 +100,8 @@ class MeshConfig:
         ("one of " + ", ".join(TORCH_SCHEDULES), lambda v: isinstance(v, str) and torch_schedule(v) is not None),
         ", ".join(TORCH_SCHEDULES),
     )
-    virtual: int | None = key(None, whole(1), "stages a rank, for the interleaved schedules", 2)
-    microbatches: int = key(4, whole(1), "a pipeline pass")
+    virtual: int | None = key(None, whole(1), "stages per rank, for the interleaved schedules", 2)
+    microbatches: int = key(4, whole(1), "per pipeline pass")
     ahead: int = key(1, whole(1), "1F1B: begin more micro-batches before the first backward; 2 or 3 hide slow links")
     split: str = key(
         "parameters", one_of("parameters", "time"), "layers over stages by parameters, or by measured time"
@@ -142,8 +142,8 @@ class OptimConfig:
     clip: float = key(1.0, number(0, INFINITY), "norm of the whole gradient; 0: not clipped")
     epochs: int = key(4, whole(1), "passes over the data")
     steps: int | None = key(None, whole(1), "instead of epochs", 200)
-    batch: int = key(16, whole(1), "sequences a step, over all replicas")
-    accumulate: int = key(1, whole(1), "pipeline passes a step")
+    batch: int = key(16, whole(1), "sequences per step, over all replicas")
+    accumulate: int = key(1, whole(1), "pipeline passes per step")
 
 
 @dataclass(frozen=True)
@@ -151,18 +151,18 @@ class RunConfig:
     """Where results go and how often."""
 
     seed: int = key(0, whole(0), "of the weights and of dropout")
-    device: str = key("cpu", one_of("cpu", "cuda"), "cpu (Gloo), or cuda: a card a rank of a machine (NCCL)")
-    out: str = key("out/train", text(), "folder of the run, from where you stand")
+    device: str = key("cpu", one_of("cpu", "cuda"), "cpu (Gloo), or cuda: one GPU per rank of a machine (NCCL)")
+    out: str = key("out/train", text(), "folder of the run, relative to where the command is started")
     checkpoint_every: int = key(100, whole(0), "steps; 0: at the end only")
     keep: int = key(2, whole(1), "checkpoints")
     eval_every: int = key(50, whole(0), "steps; 0: at the end only")
     autocast: str = key("off", one_of("off", "bf16"), "off or bf16")
-    recompute: bool = key(False, flag(), "activations of a layer again in backward, instead of kept")
+    recompute: bool = key(False, flag(), "compute a layer's activations again in backward instead of keeping them")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything in run.toml. `wire` is left as it stands, for the room that owns it."""
+    """Everything in run.toml. `wire` is the table as it was given; thinwire/config/wire.py reads it."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -197,20 +197,23 @@ START: dict[str, dict[str, Any]] = {"mesh": {"dp": 2, "pp": 2}, "data": {"sample
 WIRE = f"""\
 [wire]                       # what crosses the slow network; a preset, or a table for each kind of traffic
 preset = "max"               # auto, {", ".join(PRESETS)}
-# auto = true                # measured before the first step: the rest is the most that is done, exact if as fast
+# auto = true                # measure before the first step, and compress at most as the rest says; exact if as fast
 """
 
 
 def init_text() -> str:
-    """What `thinwire train --init` writes: every key and what it means. Values are the defaults, but for a mesh of four
-    ranks, so few samples that they come again, and a wire (default: one rank, all samples, and nothing compressed)."""
+    """What `thinwire train --init` writes: every key and what it means.
+
+    Values are the defaults except for a mesh of four ranks, a number of samples so small that they recur, and a wire
+    (the defaults are one rank, all samples, and nothing compressed).
+    """
     head = "# A training run, as `thinwire train` reads it. Files are looked for beside this one.\n"
     sections = (template(cls, name, START.get(name, {})) for name, cls in SECTIONS.items())
     return "\n".join([head, *sections, WIRE])
 
 
 def load(path: str | Path) -> TrainConfig:
-    """Read run.toml. File names in it are taken from its own folder; they have to be there."""
+    """Read run.toml. File names in it are relative to its own folder; the files must exist."""
     return _with_files(read_config(read_toml(path)), Path(path).parent)
 
 

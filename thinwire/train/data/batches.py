@@ -1,10 +1,10 @@
 """Which samples a step takes, on which replica: shuffled anew each epoch, pinned to replicas, resumable.
 
-A step's batch has `batch` lanes. Samples are dealt to lanes once, by the hash of their ids; each epoch every lane
+A step's batch has `batch` lanes. Samples are assigned to lanes once, by the hash of their ids; each epoch every lane
 is put in a new order, and step t takes the t-th sample of every lane. Replica r of R owns lanes
-[r·batch/R, (r+1)·batch/R). So a sample always meets the same replica, lanes differ by one sample at most, and the
-batch of a step is the same whatever R is. An epoch has ⌊samples / batch⌋ steps: no short batch; a lane with one
-sample more leaves one out, another in each epoch.
+[r·batch/R, (r+1)·batch/R). So a sample is always on the same replica, lanes differ by one sample at most, and the
+batch of a step is the same whatever R is. An epoch has ⌊samples / batch⌋ steps, so no batch is short; a lane with one
+sample more leaves one out, a different one in each epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from thinwire.errors import UsageError
 from thinwire.train.data.samples import Ints, Samples
 
-CHANGED = {  # by what a checkpoint records: the line for a run that has it otherwise
+CHANGED = {  # by setting that a checkpoint records: the error where this run has another value
     "data": "its samples are not these: other text, tokenizer, seq_len or held-out share ([data])",
     "batch": "[optim] batch was {}, now it is {}",
     "shuffle": "[data] seed was {}, now it is {}",
@@ -41,7 +41,10 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """The training batches of one replica, one after another; the position is (epoch, index of the next step)."""
+    """The training batches of one replica, one after another; the position is (epoch, index of the next step).
+
+    batch: sequences per step over all replicas. seed: of the shuffling. replica, replicas: which one of how many.
+    """
 
     def __init__(self, samples: Samples, batch: int, seed: int, replica: int = 0, replicas: int = 1) -> None:
         if batch % replicas:
@@ -50,7 +53,9 @@ class Batches:
             raise UsageError(
                 f"[optim] batch = {batch}: there are only {len(samples.train)} samples of {samples.seq_len} tokens"
             )
-        self.samples, self.batch, self.seed = samples, batch, seed
+        self.samples = samples
+        self.batch = batch
+        self.seed = seed
         self._mine = slice(replica * batch // replicas, (replica + 1) * batch // replicas)
         dealt = samples.train[_order(samples.ids[samples.train], seed, "deal")]
         self._lanes = [dealt[lane::batch] for lane in range(batch)]
@@ -65,11 +70,13 @@ class Batches:
         """The next step's samples; moves the position."""
         numbers = self._step()
         last = self.index + 1 == self.steps_per_epoch
-        self.epoch, self.index = (self.epoch + 1, 0) if last else (self.epoch, self.index + 1)
+        if last:
+            self.epoch += 1
+        self.index = 0 if last else self.index + 1
         return _batch(self.samples, numbers, self._mine)
 
     def peek(self) -> Tensor:
-        """The ids that `next` would give, for a look ahead; moves nothing."""
+        """The ids of the batch that `next` would return; the position stays."""
         return torch.from_numpy(self.samples.ids[self._step()[self._mine]])
 
     def state_dict(self) -> dict[str, int]:
@@ -96,7 +103,8 @@ class Batches:
 
 
 def held_out_batches(samples: Samples, batch: int, replica: int = 0, replicas: int = 1) -> Iterator[Batch]:
-    """The held-out samples in a fixed order, the last batch filled up with rows of padding."""
+    """The held-out samples in a fixed order, `batch` sequences per batch over all replicas; the last batch is filled
+    up with rows of padding."""
     mine = slice(replica * batch // replicas, (replica + 1) * batch // replicas)
     count = len(samples.held_out)
     filler = np.arange(-1, -1 - (-count % batch), -1)

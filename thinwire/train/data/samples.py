@@ -90,7 +90,10 @@ def _streams(
     documents: Iterable[Document], config: DataConfig, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_], list[tuple[int, int]]]:
     """All tokens, whether each is scored, and the stretches that samples may not cross."""
-    tokens, masks, bounds, at = [], [], [], 0
+    tokens = []
+    masks = []
+    bounds = []
+    at = 0
     for document in documents:
         coded, mask = document.coded(tokenizer)
         tokens.append(coded.astype(np.int32))

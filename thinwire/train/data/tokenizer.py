@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
         """A document with its end token; loss on all of it."""
 
     def chat(self, turns: Turns) -> Coded:
-        """A conversation; loss on what the assistant says, its end included."""
+        """A conversation; loss on the assistant's turns, their end tokens included."""
 
 
 class ByteTokenizer:
@@ -44,9 +44,9 @@ class ByteTokenizer:
         for turn in turns:
             if turn["role"] not in ROLES:
                 raise UsageError(f"role {turn['role']!r}: allowed are {', '.join(ROLES)}")
-            said = np.append(_bytes(turn["content"]), self.end)
-            tokens += [np.array([258 + ROLES.index(turn["role"])]), said]
-            mask += [np.zeros(1, bool), np.full(len(said), turn["role"] == "assistant")]
+            content = np.append(_bytes(turn["content"]), self.end)
+            tokens += [np.array([258 + ROLES.index(turn["role"])]), content]
+            mask += [np.zeros(1, bool), np.full(len(content), turn["role"] == "assistant")]
         return np.concatenate(tokens), np.concatenate(mask)
 
 

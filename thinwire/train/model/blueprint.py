@@ -1,4 +1,4 @@
-"""Pipeline stages of a model: planned from its configuration, built one by one, each with its own weights only.
+"""Pipeline stages of a model: planned from its configuration and built one by one, each with its own weights only.
 
 blueprint = plan_model(config.model, stages=4, vocab=tokenizer.size, seq_len=256)
 stages = build_stages(blueprint, [rank], seed=0)
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.errors import UsageError
 from thinwire.train.config.families import FAMILIES, HEAD, Family
@@ -27,7 +28,7 @@ from thinwire.train.model.weights import Checkpoint, random_weight
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model and how it is cut; the same on every rank, computed without talking."""
+    """A model and how it is split into stages; every rank computes the same without communication."""
 
     model: ModelConfig
     config: Any  # transformers'
@@ -64,7 +65,8 @@ class Blueprint:
 
 
 def plan_model(model: ModelConfig, stages: int, vocab: int, seq_len: int) -> Blueprint:
-    """Read or make the configuration and cut its layers, by parameter count or by `[model] split_times`."""
+    """Read or make the model's configuration and split its layers over `stages`, by parameter count or by
+    `[model] split_times`. `vocab`: the tokenizer's number of tokens; `seq_len`: tokens per sample."""
     config = build_config(model, vocab, seq_len)
     count = config.num_hidden_layers
     costs = model.split_times
@@ -82,7 +84,8 @@ def plan_model(model: ModelConfig, stages: int, vocab: int, seq_len: int) -> Blu
 
 
 def parameter_counts(config: Any) -> list[int]:
-    """Of the embedding, each layer, and final norm with head; a tied head is counted, for both ends hold it."""
+    """Parameters of the embedding, of each layer, and of final norm with head; a tied head is counted, since both the
+    first and the last stage hold it. `config`: transformers' configuration."""
     family, full = FAMILIES[config.model_type], skeleton(config)
     trunk = full.get_submodule(family.root)
 
@@ -96,12 +99,14 @@ def parameter_counts(config: Any) -> list[int]:
 
 def build_stages(
     blueprint: Blueprint, indices: Iterable[int], seed: int, device: torch.device | str = "cpu",
-    recompute: bool = False, tp: Any = None,
+    recompute: bool = False, tp: DeviceMesh | None = None,
 ) -> dict[int, Stage]:  # fmt: skip
-    """The stages of one rank, by number. Nothing else of the model is read or drawn.
+    """The stages `indices` of one rank, by number. Nothing else of the model is read or initialised.
 
-    A rank that holds both the first and the last stage (V schedules) shares one tied embedding between them. `tp`: the
-    DeviceMesh over which weights are cut (tensor.py).
+    A rank that holds both the first and the last stage (V schedules) shares one tied embedding between them.
+
+    seed: of random weights. recompute: compute activations again in backward instead of keeping them.
+    tp: the mesh over which weights are split (tensor_parallel.py).
     """
     stages = {i: _build(blueprint, i, seed, torch.device(device), recompute, tp) for i in indices}
     if 0 in stages and blueprint.stages - 1 in stages:
@@ -120,7 +125,9 @@ def named_parameters(stages: Mapping[int, Stage]) -> dict[str, nn.Parameter]:
     return named
 
 
-def _build(blueprint: Blueprint, index: int, seed: int, device: torch.device, recompute: bool, tp: Any) -> Stage:
+def _build(
+    blueprint: Blueprint, index: int, seed: int, device: torch.device, recompute: bool, tp: DeviceMesh | None
+) -> Stage:
     full = skeleton(blueprint.config)
     stage = Stage(full, blueprint.layers[index], index, blueprint.stages, recompute)
     for name, weight in _weights(blueprint, stage, seed):

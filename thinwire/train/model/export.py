@@ -1,4 +1,4 @@
-"""Write a model back where transformers (or peft) loads it: a shard a stage, the index, configuration, tokenizer.
+"""Write a model as transformers (or peft) loads it: one shard per stage, the index, configuration, tokenizer.
 
     write_shard(blueprint, stage.index, export_weights(stage), folder)     on the rank of each stage
     write_index(blueprint, folder)                                         once, after the shards
@@ -42,7 +42,7 @@ def export_weights(stage: Stage) -> dict[str, Tensor]:
 
 
 def _whole(weight: Tensor) -> Tensor:
-    """On the CPU; a cut one is put together by all ranks that hold a slice."""
+    """The weight on the CPU; one that is split is gathered by all ranks that hold a slice."""
     held = weight.detach()
     return (held.full_tensor() if isinstance(held, DTensor) else held).cpu()
 
@@ -55,7 +55,8 @@ def write_shard(blueprint: Blueprint, index: int, weights: Mapping[str, Tensor],
 
 
 def write_index(blueprint: Blueprint, folder: str | Path, tokenizer: str | None = None) -> None:
-    """The index of the shards, config.json, and what the checkpoint and the tokenizer's folder hold but weights."""
+    """Write the index of the shards, config.json, and all files but weights of the checkpoint and of `tokenizer`'s
+    folder."""
     files = {name: _shard(blueprint.stage_of(name), blueprint.stages) for name in blueprint.shapes}
     missing = [name for name in sorted(set(files.values())) if not (Path(folder) / name).exists()]
     if missing:

@@ -47,7 +47,8 @@ def peft_config(config: LoraConfig, hf_config: Any, family: Family, base: str | 
 
 
 def attach(stage: Stage, config: LoraConfig, bits: int | None, seed: int, device: torch.device) -> None:
-    """Freeze the stage and put adapters into its layers, drawn by name, so that any cut starts from the same ones."""
+    """Freeze the stage and add adapters to its layers. Their weights are seeded by name, so that every way to split the
+    model starts from the same ones. `bits`: of the stored base, None for its own dtype."""
     import peft
 
     stage.requires_grad_(False)

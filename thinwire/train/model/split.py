@@ -1,4 +1,4 @@
-"""Which decoder layers lie on which pipeline stage: runs of at least one, so that the dearest stage is cheap."""
+"""Which decoder layers are on which pipeline stage: at least one each, so that the most expensive stage is cheapest."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from thinwire.errors import UsageError
 
 
 def split_layers(costs: Sequence[float], stages: int) -> tuple[range, ...]:
-    """Cut len(costs) − 2 layers into `stages` runs that minimise the largest cost of a stage.
+    """Split len(costs) − 2 layers into `stages` consecutive ranges that minimise the largest cost of a stage.
 
     `costs` are of the embedding (on the first stage), of each layer, and of final norm and head (on the last):
-    parameter counts, or measured seconds. Among equals the most even cut is taken (least sum of squares).
+    parameter counts, or measured seconds. Among equals the most even split is taken (least sum of squares).
     """
     layers = len(costs) - 2
     if not 1 <= stages <= layers:
@@ -38,16 +38,16 @@ def split_layers(costs: Sequence[float], stages: int) -> tuple[range, ...]:
 
 
 def _best_cut(
-    layers: int, stages: int, price: Callable[[int, int], float], join: Callable[[float, float], float]
+    layers: int, stages: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The cut whose stages' prices, joined, are least; by dynamic programming over (layers placed, stages used)."""
+    """The cut whose stages' costs, joined, are least; by dynamic programming over (layers placed, stages used)."""
 
     @cache
     def best(end: int, count: int) -> tuple[float, int]:
-        """Of the first `end` layers on `count` stages: the price, and where the last of them starts."""
+        """Of the first `end` layers on `count` stages: the cost, and where the last of them starts."""
         if count == 1:
-            return price(0, end), 0
-        return min((join(best(start, count - 1)[0], price(start, end)), start) for start in range(count - 1, end))
+            return cost(0, end), 0
+        return min((join(best(start, count - 1)[0], cost(start, end)), start) for start in range(count - 1, end))
 
     cuts = [layers]
     for count in range(stages, 0, -1):

@@ -21,13 +21,19 @@ class Stage(nn.Module):
     Parameter names are those of the full model ("model.layers.3.self_attn.q_proj.weight"). Where embedding and
     head are tied, first and last stage each hold a copy, and `tied` is the name of this stage's; it is None where
     no other rank has a copy, or where copies are frozen.
+
+    full: the whole model without storage. layers: the decoder layers of this stage. index, stages: which stage of how
+    many. recompute: compute activations again in backward instead of keeping them.
     """
 
     def __init__(self, full: Any, layers: range, index: int, stages: int, recompute: bool = False) -> None:
         super().__init__()
         self.config = full.config
         self.family = FAMILIES[self.config.model_type]
-        self.layers, self.index, self.stages, self.recompute = layers, index, stages, recompute
+        self.layers = layers
+        self.index = index
+        self.stages = stages
+        self.recompute = recompute
         self.needs_input_grad = index > 0  # false too where nothing before this stage is trained
         self.tied = self._tied_copy()
         self.add_module(self.family.root, self._body(full.get_submodule(self.family.root)))
@@ -35,7 +41,7 @@ class Stage(nn.Module):
             self.lm_head: nn.Linear = full.lm_head
 
     def _body(self, whole: Any) -> nn.Module:
-        """The parts of the model's trunk that lie here; a ModuleDict keeps a layer's number in its name."""
+        """The modules of the model's trunk that are on this stage; a ModuleDict keeps a layer's number in its name."""
         body, family = nn.Module(), self.family
         if self.is_first:
             for name in family.embeddings:

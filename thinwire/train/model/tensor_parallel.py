@@ -1,10 +1,10 @@
-"""Tensor parallelism inside a site, by torch's own `parallelize_module`: who holds which slice, and what crosses.
+"""Tensor parallelism inside a site, by torch's own `parallelize_module`: which rank holds and sends which slice.
 
-Attention heads, the MLP's width and the vocabulary (embedding and head) are cut in `tp`; norms are whole on every rank.
-Hidden states are whole inside a stage; over a pipeline boundary each rank sends its own slice, and the site that
-receives puts them together. So a slow link carries every value once, and every rank compresses a slice of its own.
-Logits are gathered inside the site and every rank computes the same loss: exact, and nothing to agree on afterwards.
-What ranks of a site tell each other is not compressed.
+Attention heads, the MLP's width and the vocabulary (embedding and head) are split into `tp` slices; norms are whole on
+every rank. Hidden states are whole inside a stage. Over a pipeline boundary each rank sends its own slice, and the
+receiving site gathers them. So a slow link carries every value once, and every rank compresses a slice of its own.
+Logits are gathered inside the site and every rank computes the same loss, exactly, so that nothing needs to be
+synchronised afterwards. Traffic between the ranks of a site is not compressed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
@@ -27,7 +28,9 @@ ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def check(config: Any, lora: bool, tp: int) -> None:
-    """Can the model of this (transformers) configuration be cut in `tp`? One line where it cannot."""
+    """UsageError where the model of this (transformers) configuration cannot be split into `tp` slices.
+
+    lora: whether adapters are trained."""
     if tp == 1:
         return
     if config.model_type not in TENSOR_PARALLEL:
@@ -44,8 +47,8 @@ def check(config: Any, lora: bool, tp: int) -> None:
             raise UsageError(f"[mesh] tp = {tp}: must divide the {size} {what}")
 
 
-def parallelize(stage: Stage, mesh: Any) -> Stage:
-    """Cut the stage's weights, which every rank has drawn or read alike, over the ranks of `mesh`."""
+def parallelize(stage: Stage, mesh: DeviceMesh) -> Stage:
+    """Split the stage's weights, which are the same on every rank, over the ranks of `mesh`."""
     root = stage.family.root
     plan: dict[str, ParallelStyle] = {}
     for layer in stage.layers:
@@ -62,7 +65,7 @@ def parallelize(stage: Stage, mesh: Any) -> Stage:
 class Slice(nn.Parameter):
     """This rank's slice of a DTensor parameter as an ordinary one, over the same memory and the same gradient.
 
-    Reduction, clipping, optimisers and checkpoints see slices only, and need not know.
+    Reduction, clipping, optimisers and checkpoints work on slices as on any other parameter.
     """
 
     whole: DTensor
@@ -76,13 +79,13 @@ class Slice(nn.Parameter):
 
     @property
     def dim_cut(self) -> int | None:
-        """Along which dimension the parameter is cut; None: every rank has all of it."""
+        """The dimension along which the parameter is split; None: every rank has all of it."""
         (placement,) = self.whole.placements
         return placement.dim if isinstance(placement, Cut) else None
 
     @property
     def grad(self) -> Tensor | None:
-        """Torch may hold the gradient whole (the embedding's): it is cut once, when it is first asked for."""
+        """Torch may hold the whole gradient (the embedding's): it is split once, when it is first read."""
         with torch.no_grad():
             gradient: Any = self.whole.grad
             if gradient is None:
@@ -102,30 +105,36 @@ class Slice(nn.Parameter):
 
 
 def local_parameters(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Every parameter as this rank's ordinary tensor."""
+    """Every parameter as an ordinary one: this rank's slice of those that are split."""
     return {name: Slice.of(p) if isinstance(p, DTensor) else p for name, p in named.items()}
 
 
 def dim_cut(parameter: nn.Parameter) -> int | None:
-    """None: all tensor-parallel ranks hold the same values."""
+    """The dimension along which a parameter is split; None: all tensor-parallel ranks hold the same values."""
     return parameter.dim_cut if isinstance(parameter, Slice) else None
 
 
 class Sliced(nn.Module):
-    """A stage whose boundary tensors are slices of the hidden width: gathered on entering, cut on leaving."""
+    """A stage whose boundary tensors are slices of the hidden width: its input is gathered, its output is split.
 
-    def __init__(self, stage: nn.Module, mesh: Any, first: bool, last: bool) -> None:
+    first, last: whether it is the first stage, whose input is token ids, or the last, whose output is logits.
+    """
+
+    def __init__(self, stage: nn.Module, mesh: DeviceMesh, first: bool, last: bool) -> None:
         super().__init__()
-        self.stage, self.mesh, self.first, self.last = stage, mesh, first, last
+        self.stage = stage
+        self.mesh = mesh
+        self.first = first
+        self.last = last
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = x if self.first else self._placed(x, Cut(-1), Replicate())
         out = self.stage(hidden)
         return out if self.last else self._placed(out, Replicate(), Cut(-1))
 
-    def _placed(self, x: Tensor, have: Any, want: Any) -> Tensor:
-        """Its gradient goes the other way: cut where this gathers, gathered where this cuts. A copy, since torch's
-        zero-bubble schedules cannot detach a view."""
+    def _placed(self, x: Tensor, have: Placement, want: Placement) -> Tensor:
+        """Its gradient is placed the other way: split where this gathers, gathered where this splits. A copy, since
+        torch's zero-bubble schedules cannot detach a view."""
         made: Tensor = DTensor.from_local(x, self.mesh, [have], run_check=False).redistribute(placements=[want])
         return made.to_local().clone()  # type: ignore[attr-defined]
 
@@ -134,7 +143,9 @@ class Sliced(nn.Module):
 
 
 def saved_name(name: str, value: Tensor, parameter: nn.Parameter, place: tuple[int, int]) -> str:
-    """Of a parameter or a moment of it; `place`: (this rank's number, of how many). What is not cut is stored once."""
+    """The name under which `value`, a parameter or a moment of it, is stored. What is not split is stored once.
+
+    place: (this rank's number, of how many)."""
     shard, size = place
     return f"{name}|{shard}of{size}" if dim_cut(parameter) is not None and value.dim() > 0 else name
 
@@ -145,7 +156,7 @@ def plain_name(saved: str) -> str:
 
 
 def concerns(saved: str, place: tuple[int, int]) -> bool:
-    """Is it for this rank to read: whole, its own slice, or one of another number of slices?"""
+    """Does this rank read what is stored under this name: whole, its own slice, or one of another number of slices?"""
     _, _, part = saved.partition("|")
     shard, _, size = part.partition("of")
     return not part or int(size) != place[1] or int(shard) == place[0]

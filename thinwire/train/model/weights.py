@@ -1,4 +1,4 @@
-"""A stage's weights: read from safetensors (this stage's only), or drawn at random from the parameter's name."""
+"""A stage's weights: read from safetensors (this stage's only), or random, seeded by the parameter's name."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class Checkpoint:
 
 
 def random_weight(name: str, shape: torch.Size, config: Any, family: Family, seed: int) -> Tensor:
-    """float32 on the CPU, drawn as transformers draws it, but from a generator seeded by (seed, name).
+    """A random weight, float32 on the CPU, distributed as in transformers, from a generator seeded by (seed, name).
 
-    So any cut of the model starts from the same weights, and torch's own generator is left alone. A tied head is
-    the embedding: draw it under that name.
+    So every way to split the model starts from the same weights, and torch's own generator is not used. A tied head is
+    the embedding: it is made under that name. `config`: transformers' configuration.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)

@@ -1,9 +1,9 @@
 """The planner decides in a run: `[wire] auto = true`, `when = "critical"`, `stages = "slack"`.
 
-Before the first step the ranks measure (timing.py), rank 0 simulates and chooses, and tells the others. With `auto` the
-wire that is given is the most that may be done to each kind of traffic: chosen is the mildest rung up to it that is
-fast enough (planner/mildest.py), and boundaries and stages whose messages the step does not wait for stay exact. The
-decision is part of every checkpoint: a resumed run keeps it, and goes on bit for bit.
+Before the first step the ranks measure (timing.py), rank 0 simulates, chooses, and sends its decision to the others.
+Every kind of traffic has levels, from 0, which is exact, to the last, which is the wire that is given. With `auto` the
+mildest level that is fast enough is chosen (planner/mildest.py), and boundaries and stages whose messages the step does
+not wait for stay exact. The decision is part of every checkpoint, so a resumed run has the same bits.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from thinwire.train.mesh import Mesh
 from thinwire.train.model.stage import Stage
 from thinwire.train.tune.timing import WAYS, Measured, measure
 
-KINDS = ("gradient", "embedding", "backward", "forward")  # the dearest in quality first: it is relaxed first
-KEPT = ("warmup", "exclude", "exact_dims", "unit_mb", "sync")  # of the given section, on every rung
+KINDS = ("gradient", "embedding", "backward", "forward")  # relaxed in this order: what costs most quality comes first
+KEPT = ("warmup", "exclude", "exact_dims", "unit_mb", "sync")  # of the given section, at every level
 Table = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """As JSON holds it. `sends` and `stages` say what the planner picked, of what rules left to it."""
+    """What the planner decided, as JSON stores it. `sends` and `stages`: what it chose where a rule leaves it open."""
 
     run: str  # the mesh and the [wire] it was made for
     wire: Table  # the [wire] table to use
@@ -68,7 +68,7 @@ def is_asked(wire: Wire) -> bool:
 
 
 def check_auto(wire: Wire) -> None:
-    """With `auto`, which messages and stages are compressed is not for the wire to say."""
+    """UsageError where a wire with `auto` also names messages or stages, which `auto` chooses."""
     for name, link in (("forward", wire.forward), ("backward", wire.backward)):
         if wire.auto and link is not None and link.when != "always":
             raise UsageError(f"[wire.{name}] when = {link.when!r}: [wire] auto decides that; leave one of them out")
@@ -80,30 +80,32 @@ def decide(
     config: TrainConfig, wire: Wire, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter],
     kept: Tensor | None, say: Callable[[str], None],
 ) -> Decision | None:  # fmt: skip
-    """The same on all ranks, which call it together; None where nothing is left to the planner. `kept`: what the
-    checkpoint says, which holds as long as mesh and wire do."""
+    """The decision, the same on all ranks, which call it together; None where nothing is left to the planner.
+
+    kept: the decision in the checkpoint, which is used again if mesh and wire are the same.
+    """
     if not is_asked(wire):
         return None
     found = None if kept is None else Decision.unpack(kept)
     if found is not None and found.run == _run(config):
         return found
     measured = measure(config, forms(config, wire), mesh, stages, named)
-    made = decision(config, wire, rungs(config), measured) if dist.get_rank() == 0 else None
+    made = decision(config, wire, level_tables(config), measured) if dist.get_rank() == 0 else None
     chosen = Decision(**broadcast_json(None if made is None else asdict(made)))
     say(describe(chosen))
     return chosen
 
 
 def forms(config: TrainConfig, wire: Wire) -> dict[str, list[Any]]:
-    """The same as Links and Reductions, None for exact; the last is the wire's own."""
+    """By kind of traffic, the Link or Reduction of each level, None for exact; the last is the wire's own."""
     return {
         kind: [*(getattr(Wire.of({kind: table}), kind) for table in tables[:-1]), getattr(wire, kind)]
-        for kind, tables in rungs(config).items()
+        for kind, tables in level_tables(config).items()
     }
 
 
-def rungs(config: TrainConfig) -> dict[str, list[Table]]:
-    """By kind of traffic, from exact to what is given; without `auto` there is nothing between."""
+def level_tables(config: TrainConfig) -> dict[str, list[Table]]:
+    """By kind of traffic, the `[wire]` section of each level: from exact to the given one; without `auto` these two."""
     given = written_out(config.wire)
     out = {}
     for kind in KINDS:
@@ -116,7 +118,9 @@ def rungs(config: TrainConfig) -> dict[str, list[Table]]:
 
 
 def decision(config: TrainConfig, wire: Wire, tables: Mapping[str, list[Table]], measured: Measured) -> Decision:
-    """From what was measured; nothing here depends on the rank."""
+    """The decision that follows from what was measured, on whichever rank.
+
+    tables: what `level_tables` returned."""
     fused = wire.embedding is not None and wire.embedding.sync == "fused"
 
     def step(levels: Mapping[str, int]) -> Step:
@@ -136,7 +140,10 @@ def decision(config: TrainConfig, wire: Wire, tables: Mapping[str, list[Table]],
         rule = wire.gradient.stages if wire.gradient else 1.0
         most = {kind: len(tables[kind]) - 1 for kind in KINDS}
         choice = choose_by(step({**none, "embedding": most["embedding"]}), step(most), when, rule)
-        table, sends, stages, final = dict(config.wire), choice.sends, choice.gradients, choice.result.step
+        table = dict(config.wire)
+        sends = choice.sends
+        stages = choice.gradients
+        final = choice.result.step
     listed = sorted([str(t), s, m] for t, s, m in sends)
     return Decision(_run(config), table, listed, sorted(stages), seconds(final), seconds(step(none)), asdict(measured))
 
@@ -144,8 +151,9 @@ def decision(config: TrainConfig, wire: Wire, tables: Mapping[str, list[Table]],
 def _on_edges(
     tables: Mapping[str, list[Table]], measured: Measured, levels: Mapping[str, int], step: Callable[..., Step]
 ) -> tuple[Table, frozenset[Send], frozenset[int], Step]:
-    """Which boundaries and which stages' gradients get their rung: those that the step waits for, with all their
-    messages. The wire that says so, the messages, the stages, the step."""
+    """Compress the boundaries and the stages' gradients that the step waits for, with all their messages.
+
+    Returns the `[wire]` table that does so, the messages, the stages, and the simulator's step."""
     plain, packed = step(dict.fromkeys(KINDS, 0) | {"embedding": levels["embedding"]}), step(levels)
     choice = choose_by(plain, packed, dict.fromkeys((Traffic.FORWARD, Traffic.BACKWARD), "critical"), SLACK)
     parts = range(packed.schedule.microbatches)
@@ -195,5 +203,5 @@ def _words(table: Mapping[str, Any]) -> str:
 
 
 def _run(config: TrainConfig) -> str:
-    """What a decision holds for."""
+    """The settings for which a decision can be used again."""
     return repr((config.mesh, dict(config.wire)))

@@ -1,7 +1,7 @@
-"""`[mesh] split = "time"`: what embedding, layers and head cost in seconds, measured on rank 0 and told to all.
+"""`[mesh] split = "time"`: what embedding, layers and head cost in seconds, measured on rank 0 and sent to all.
 
 One layer of each kind is built at a time, with random weights, and run forward and backward on one micro-batch while
-the other ranks wait. The cut is kept in out/split.json: a resumed run must have the cut of its checkpoints.
+the other ranks wait. The times are kept in out/split.json: a resumed run must be split as its checkpoints are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST, MIDDLE, LAST = range(3)  # of the three stages that are made for it
 
 
 def cut_by_time(config: TrainConfig, blueprint: Blueprint, say: Callable[[str], None]) -> Blueprint:
-    """The blueprint with its layers cut by rank 0's seconds, or as the run was cut when it began."""
+    """The blueprint with its layers split by the seconds that rank 0 measures, or as the run was when it began."""
     if config.mesh.split != "time" or blueprint.stages == 1:
         return blueprint
     costs: list[float] = []
@@ -73,7 +73,9 @@ def _seconds(config: TrainConfig, blueprint: Blueprint, index: int, layers: rang
 def once(
     stage: Stage, x: Tensor, labels: Tensor, context: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> tuple[float, float]:
-    """Seconds forward (with the loss) and backward, as far as there is something to train."""
+    """Run a stage once; seconds forward (with the loss) and backward, 0 where there is nothing to train.
+
+    x: token ids or hidden states. labels: token ids. context: in which forward runs."""
     given = x.clone().requires_grad_(x.is_floating_point() and stage.needs_input_grad)
     began = time.perf_counter()
     with context():
@@ -86,7 +88,7 @@ def once(
 
 
 def _kind(blueprint: Blueprint, layer: int) -> tuple[object, ...]:
-    """What may make one layer dearer than another: its attention, and whether it has adapters or is before them."""
+    """What may make one layer slower than another: its attention, and whether it has adapters or is before them."""
     kinds, lora = getattr(blueprint.config, "layer_types", None), blueprint.model.lora
     place = (layer > lora.from_layer) - (layer < lora.from_layer) if lora else 0
     return kinds[layer] if kinds else None, place

@@ -1,8 +1,8 @@
 """How fast the network is: between neighbours of a group, and in exchanges of gradients; all ranks at the same time.
 
-Between neighbours a few bytes say the latency, then messages double in size until one takes long enough: what a shaped
-link lets through at once, TCP's first windows and the clock no longer matter then. Of gradients so large a part is
-exchanged as takes as long uncompressed, and counted for all of them.
+Between neighbours a few bytes measure the latency. Then messages double in size until one takes LONG_ENOUGH: the burst
+that a shaped link lets through, TCP's first windows and the clock's resolution no longer matter then. Of the gradients
+a part is exchanged that takes as long uncompressed; its time is scaled to all of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,16 +21,20 @@ from thinwire.config.wire import Reduction
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.planner.network import LinkSpeed
 
-SMALLEST, LARGEST = 1 << 14, 1 << 25  # bytes
+SMALLEST = 1 << 14  # bytes of the first message
+LARGEST = 1 << 25  # bytes of the last message
 LONG_ENOUGH = 0.3  # seconds of one message
-PINGS = 8
-FEWEST, MORE = 1 << 14, 4  # values of the first exchange, and how many times as many the next has
+PINGS = 8  # messages by which latency is measured
+FEWEST = 1 << 14  # values of the first exchange
+MORE = 4  # how many times as many values the next exchange has
 ROUNDS = 2  # of an exchange; the last counts, the first allocates
 EXACT = Reduction(Dense())
 
 
-def probe(group: Any, ahead: int, device: torch.device) -> LinkSpeed:
-    """The link on which this rank hears the one `ahead` places before it. All ranks of the world call it together."""
+def probe(group: dist.ProcessGroup | None, ahead: int, device: torch.device) -> LinkSpeed:
+    """The speed of the link on which this rank receives from the one `ahead` places before it in the group.
+
+    All ranks of the world call it together."""
     latency = sorted(_shift(4, group, ahead, device) for _ in range(PINGS))[PINGS // 2]
     size = SMALLEST
     while True:
@@ -41,15 +44,15 @@ def probe(group: Any, ahead: int, device: torch.device) -> LinkSpeed:
         size *= 2
 
 
-def slowest(seconds: float, group: Any = None, device: torch.device | str = "cpu") -> float:
-    """The longest that any rank says."""
+def slowest(seconds: float, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> float:
+    """The largest `seconds` of all ranks of the group."""
     longest = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
     return float(longest)
 
 
-def _shift(nbytes: int, group: Any, ahead: int, device: torch.device) -> float:
-    """Seconds until this rank has what it was sent; in a group of one nothing is sent."""
+def _shift(nbytes: int, group: dist.ProcessGroup | None, ahead: int, device: torch.device) -> float:
+    """Seconds until this rank has received its message; in a group of one nothing is sent."""
     size, rank = world(group)
     dist.barrier()
     began = time.perf_counter()
@@ -67,12 +70,14 @@ def _shift(nbytes: int, group: Any, ahead: int, device: torch.device) -> float:
 
 
 def exchanges(
-    shapes: Mapping[str, tuple[int, ...]], rungs: Sequence[Reduction | None], group: Any, device: torch.device
-) -> list[tuple[float, float]]:
-    """Of every rung (None: exact) the bytes a rank sends and the slowest's seconds, for tensors of these shapes."""
+    shapes: Mapping[str, tuple[int, ...]], settings: Sequence[Reduction | None], group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> list[tuple[float, float]]:  # fmt: skip
+    """Per setting (None: exact) the bytes that this rank sends and the seconds of the slowest rank, for one exchange of
+    tensors of these shapes."""
     total = sum(map(math.prod, shapes.values()))
     if not total or world(group)[0] == 1:
-        return [(0.0, 0.0) for _ in rungs]
+        return [(0.0, 0.0) for _ in settings]
     share = FEWEST / total
     while True:
         part = {name: _first_rows(shape, min(1.0, share)) for name, shape in shapes.items()}
@@ -81,19 +86,21 @@ def exchanges(
             break
         share *= MORE
     factor = total / sum(map(math.prod, part.values()))
-    costs = [exact if rung is None else _exchange(part, rung, group, device) for rung in rungs]
+    costs = [exact if setting is None else _exchange(part, setting, group, device) for setting in settings]
     return [(factor * sent, factor * seconds) for sent, seconds in costs]
 
 
 def _first_rows(shape: tuple[int, ...], share: float) -> tuple[int, ...]:
-    """So large a share of a tensor, in whole rows; a single number is one."""
+    """The shape of this share of a tensor, in whole rows; a scalar is taken whole."""
     return (math.ceil(shape[0] * share), *shape[1:]) if shape else ()
 
 
 def _exchange(
-    shapes: Mapping[str, tuple[int, ...]], reduction: Reduction, group: Any, device: torch.device
+    shapes: Mapping[str, tuple[int, ...]], reduction: Reduction, group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[float, float]:
-    exchange, took, before = Exchange(shapes, reduction, group), 0.0, 0
+    exchange = Exchange(shapes, reduction, group)
+    took = 0.0
+    before = 0
     for _ in range(ROUNDS):
         values = [noise(unit.numel).to(device) for unit in exchange.units]
         dist.barrier(group=group)
@@ -106,11 +113,12 @@ def _exchange(
 
 
 def noise(*shape: int) -> Tensor:
-    """Values as gradients have them, from a generator of its own."""
+    """Normally distributed values, as gradients are, from a generator of its own."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def elapsed(began: float, device: torch.device) -> float:
+    """Seconds since `began` (of time.perf_counter), once the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - began

@@ -1,4 +1,5 @@
-"""What of this rank's gradients is compressed: the selected stages', with a rank that fits, and slices only.
+"""Which of this rank's gradients are compressed: those of the selected stages, with a low rank that fits the matrices,
+and with tensor parallelism only parameters that are split.
 
 Everything else is excluded by name, and so averaged exactly.
 """
@@ -19,29 +20,30 @@ from thinwire.train.model.stage import Stage
 from thinwire.train.model.tensor_parallel import dim_cut
 from thinwire.train.tune.auto import Decision
 
-SHRINKS = 4  # what a low rank has to save at least of every matrix, as a factor
+SHRINKS = 4  # a low rank must make every matrix at least so many times smaller
 
 
 def select(
     config: TrainConfig, wire: Wire, decision: Decision | None, stages: Mapping[int, Stage],
     named: Mapping[str, nn.Parameter],
 ) -> Wire:  # fmt: skip
-    """The wire as this rank's reducer uses it; `decision` where stages are chosen by slack."""
+    """The wire as this rank's reducer uses it; `decision`: the planner's, where stages are chosen by slack."""
     if wire.gradient is None:
         return wire
     if wire.gradient.stages == SLACK:
-        assert decision is not None, "what slack decides is decided before"
+        assert decision is not None, "stages by slack need the planner's decision"
         chosen = frozenset(decision.stages)
     else:
         chosen = chosen_stages(wire.gradient.stages, len(config.mesh.plan().rank_of))
     left_out = {n for i, stage in stages.items() if i not in chosen for n, _ in stage.named_parameters()}
-    if config.mesh.tp > 1:  # what all slices have in common must stay so, to the bit
+    if config.mesh.tp > 1:  # what is not split must have the same bits on all tensor-parallel ranks
         left_out |= {name for name, p in named.items() if dim_cut(p) is None}
     exclude = (*wire.gradient.exclude, *sorted(left_out & named.keys()))
     return replace(wire, gradient=replace(wire.gradient, exclude=exclude))
 
 
 def with_fitting_rank(wire: Wire, named: Mapping[str, nn.Parameter], say: Callable[[str], None]) -> Wire:
+    """The wire with the rank of its gradients lowered where that is needed; `say` is called with a line about it."""
     if wire.gradient is None:
         return wire
     return replace(wire, gradient=fitted(wire.gradient, [tuple(p.shape) for p in named.values()], say))

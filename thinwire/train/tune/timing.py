@@ -1,7 +1,7 @@
-"""What a step costs here, measured by all ranks together before the first one: the planner's simulator lives on it.
+"""What a step costs here, measured by all ranks together before the first one, for the planner's simulator.
 
-Computing of every stage; rate and latency of every link between neighbours; and, for every way in which a kind of
-traffic might be sent (a "rung": None is exact), its bytes, and its codec's seconds or its exchange's.
+It measures the computing time of every stage, and rate and latency of every link between neighbours. For every level at
+which a kind of traffic might be sent (auto.py) it measures the bytes, and the seconds of the codec or of the exchange.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from thinwire.train.tune.links import elapsed, exchanges, noise, probe
 
 ROUNDS = 3  # of every measurement; the first allocates, the fastest of the others counts
 WAYS = {"forward": 1, "backward": -1}  # kinds of messages, and how many stages ahead they go
-Rungs = Mapping[str, Sequence[Any]]  # by kind of traffic: Links or Reductions, None for exact
+Settings = Mapping[str, Sequence[Any]]  # by kind of traffic, one per level: a Link or a Reduction, None for exact
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The slowest rank's, as plain numbers that JSON holds. A kind of traffic that there is not is no key."""
+    """What the slowest rank measured, as numbers that JSON can store. Kinds that do not occur have no key."""
 
     forward: list[float]  # seconds of a micro-batch, by stage
     backward: list[float]
-    rate: dict[str, list[float]]  # bits a second, by direction and sending stage; 0 where no link is crossed
-    latency: dict[str, list[float]]
-    size: dict[str, list[float]]  # bytes, by kind and rung
-    coding: dict[str, list[list[float]]]  # seconds to encode and to decode a message, by direction and rung
-    exchange: dict[str, list[list[float]]]  # seconds, by kind and rung: of gradients by stage, of the embedding one
+    rate: dict[str, list[float]]  # bits per second, by direction and sending stage; 0 where no link is crossed
+    latency: dict[str, list[float]]  # seconds, likewise
+    size: dict[str, list[float]]  # bytes, by kind and level
+    coding: dict[str, list[list[float]]]  # seconds to encode and to decode a message, by direction and level
+    exchange: dict[str, list[list[float]]]  # seconds, by kind and level: of gradients by stage, of the embedding one
 
     def step(self, schedule: Schedule, levels: Mapping[str, int], fused: bool = False) -> Step:
-        """The simulator's step with these rungs."""
+        """The simulator's step at these levels. `fused`: the tied embedding in one exchange."""
         halves = tuple(t / 2 for t in self.backward)
         hops = {
             Send(Traffic(way), stage, 0): self._hop(way, stage, levels[way])
@@ -75,9 +75,9 @@ class Measured:
 
 
 def measure(
-    config: TrainConfig, rungs: Rungs, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter]
+    config: TrainConfig, settings: Settings, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter]
 ) -> Measured:
-    """All ranks call it together, and measure at the same time, as they will work."""
+    """Measure; all ranks call it together and measure at the same time, as they will train."""
     device = next(next(iter(stages.values())).parameters()).device
     mine: dict[str, Any] = {"compute": {i: _compute(config, stage) for i, stage in sorted(stages.items())}}
     mine["links"] = _links(config, mesh, device)
@@ -85,15 +85,15 @@ def measure(
     dtype = next(next(iter(stages.values())).parameters()).dtype
     for way in WAYS:
         if any(kind == way for kind, _ in mine["links"]):
-            mine[way] = [_coding(link, noise(*shape).to(device, dtype)) for link in rungs[way]]
+            mine[way] = [_coding(link, noise(*shape).to(device, dtype)) for link in settings[way]]
     if config.mesh.dp > 1:
         mine["gradient"] = {
-            i: exchanges(_shapes(stage, named), rungs["gradient"], mesh.dp, device)
+            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device)
             for i, stage in sorted(stages.items())
         }
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)
     if tied is not None:
-        mine["embedding"] = _embedding(tuple(named[tied].shape), rungs["embedding"], mesh, device)
+        mine["embedding"] = _embedding(tuple(named[tied].shape), settings["embedding"], mesh, device)
     links = [[way, stage, speed.rate, speed.latency] for (way, stage), speed in mine["links"].items()]
     everyone = [_numbered(part) for part in gather_json({**mine, "links": links})]
     return _merged(len(config.mesh.plan().rank_of), everyone)
@@ -111,12 +111,12 @@ def _numbered(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(stages: int, everyone: list[dict[str, Any]]) -> Measured:
-    """The slowest of what the ranks say of the same thing."""
+    """Of every quantity the slowest of the ranks' measurements."""
     compute = [[part["compute"][s] for part in everyone if s in part["compute"]] for s in range(stages)]
-    heard = [entry for part in everyone for entry in part["links"].items()]
+    links = [entry for part in everyone for entry in part["links"].items()]
     out = Measured([max(f for f, _ in c) for c in compute], [max(b for _, b in c) for c in compute], {}, {}, {}, {}, {})
     for way in WAYS:
-        found = [[speed for key, speed in heard if key == (way, s)] for s in range(stages)]
+        found = [[speed for key, speed in links if key == (way, s)] for s in range(stages)]
         if any(found):
             out.rate[way] = [min((x.rate or math.inf for x in speeds), default=0.0) for speeds in found]
             out.latency[way] = [max((x.latency for x in speeds), default=0.0) for speeds in found]
@@ -134,7 +134,7 @@ def _merged(stages: int, everyone: list[dict[str, Any]]) -> Measured:
 
 
 def _compute(config: TrainConfig, stage: Stage) -> tuple[float, float]:
-    """Seconds of a micro-batch, forward and backward; gradients that come of it are dropped."""
+    """Seconds of a micro-batch, forward and backward; the gradients are dropped."""
     some = next(stage.parameters())
     tokens = torch.zeros(config.microbatch, config.data.seq_len, dtype=torch.int64, device=some.device)
     x = tokens if stage.is_first else torch.zeros(*tokens.shape, stage.config.hidden_size).to(some)
@@ -146,7 +146,7 @@ def _compute(config: TrainConfig, stage: Stage) -> tuple[float, float]:
 
 
 def _links(config: TrainConfig, mesh: Mesh, device: torch.device) -> dict[tuple[str, int], LinkSpeed]:
-    """By direction and sending stage, the links on which this rank hears its neighbours."""
+    """By direction and sending stage, the links on which this rank receives from its neighbours."""
     rank_of, found = config.mesh.plan().rank_of, {}
     if config.mesh.pp == 1:
         return {}
@@ -188,12 +188,12 @@ def _shapes(stage: Stage, named: Mapping[str, nn.Parameter]) -> dict[str, tuple[
 
 
 def _embedding(
-    shape: tuple[int, ...], rungs: Sequence[Reduction | None], mesh: Mesh, device: torch.device
+    shape: tuple[int, ...], settings: Sequence[Reduction | None], mesh: Mesh, device: torch.device
 ) -> list[tuple[float, float]]:
     """The tied one's over both its stages and all replicas, or over replicas and then between the two."""
-    rungs = [replace(rung, exact_dims=0, exclude=()) if rung else None for rung in rungs]
-    if any(rung.sync == "fused" for rung in rungs if rung):
-        return exchanges({"tied": shape}, rungs, mesh.ends, device)
-    apart = exchanges({"tied": shape}, rungs, mesh.dp, device)
+    settings = [replace(setting, exact_dims=0, exclude=()) if setting else None for setting in settings]
+    if any(setting.sync == "fused" for setting in settings if setting):
+        return exchanges({"tied": shape}, settings, mesh.ends, device)
+    apart = exchanges({"tied": shape}, settings, mesh.dp, device)
     [(sent, took)] = exchanges({"tied": shape}, [None], mesh.pair, device)
     return [(nbytes + sent, seconds + took) for nbytes, seconds in apart]

@@ -23,7 +23,7 @@ def launch(net: Network, program: Callable[..., Any], *arguments: Any, timeout: 
     try:
         return list(job.wait(timeout))
     except LabError as error:
-        last = [f"{seat.label} | {line}" for seat in job.seats for line in job.output(seat.rank)[-2:]]
+        last = [f"{place.label} | {line}" for place in job.placements for line in job.output(place.rank)[-2:]]
         raise LabError("\n".join([str(error), *last])) from error
 
 

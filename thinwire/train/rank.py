@@ -53,14 +53,9 @@ def train_rank(
     show: print progress on rank 0, and at the end what was sent and saved.
     """
     checked = check(config)
-    limit = timedelta(seconds=patience)
-    backend = BACKENDS[config.run.device]
     if config.run.device == "cuda":
         take_card(local_rank)
-    if alone:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-    else:
-        join(backend, limit)
+    _make_group(BACKENDS[config.run.device], alone, timedelta(seconds=patience))
     heartbeat = Heartbeat()
     try:
         trainer = Trainer(config, resume=resume, local_rank=local_rank, say=_say, rate=rate, checked=checked)
@@ -84,6 +79,14 @@ def train_rank(
         heartbeat.close()
     dist.destroy_process_group()
     return 0
+
+
+def _make_group(backend: str, alone: bool, limit: timedelta) -> None:
+    """The default process group: of this rank alone, or the one that torchrun's variables describe."""
+    if alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    else:
+        join(backend, limit)
 
 
 def _is_broken_connection(error: Exception) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from thinwire.config.quantities import parse_loss, parse_rate, parse_time, show_bytes, show_duration, show_rate
 from thinwire.errors import UsageError
 from thinwire.lab.shaping import ETHERNET, _netem, bundle_packets, burst_bytes, queue_bytes
 from thinwire.lab.topology import HostLink, flat, load
+from thinwire.quantities import parse_loss, parse_rate, parse_time, show_bytes, show_duration, show_rate
 
 SITES = """
 [sites.paris]

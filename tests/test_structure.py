@@ -12,13 +12,13 @@ FOLDER_FILES, FILE_LINES, FUNCTION_LINES, TEST_LINES = 20, 300, 50, 400
 # A folder (or single file) imports only from earlier levels; those of one level never import each other.
 LEVELS = [
     ("errors",),
-    ("registry", "torch_private", "installed", "cpu_features"),
+    ("registry", "quantities", "torch_private", "installed", "cpu_features"),
     ("kernels",),
     ("codecs",),
     ("memory",),
     ("collectives",),
-    ("config",),
     ("distributed",),
+    ("config",),
     ("planner", "terminal"),
     ("lab", "data_parallel", "pipeline"),
     ("train", "theory", "parallel"),

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.config.quantities import parse_rate, show_rate
 from thinwire.errors import UsageError
 from thinwire.installed import check_figures, check_training
+from thinwire.quantities import parse_rate, show_rate
 from thinwire.terminal import progress, table, write_json
 
 if TYPE_CHECKING:

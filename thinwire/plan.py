@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.config.presets import PRESETS
-from thinwire.config.quantities import parse_rate, parse_time, show_bytes, show_rate
 from thinwire.errors import UsageError
 from thinwire.installed import check_figures
 from thinwire.planner import predict as predictions
@@ -17,6 +16,7 @@ from thinwire.planner.config import Run, load
 from thinwire.planner.settings import Wire, preset
 from thinwire.planner.simulate import Message, Result
 from thinwire.planner.step import Traffic
+from thinwire.quantities import parse_rate, parse_time, show_bytes, show_rate
 from thinwire.terminal import progress, table, write_json
 
 POINTS_PER_DECADE = 6

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from thinwire.config.quantities import show_duration
 from thinwire.errors import UsageError
+from thinwire.quantities import show_duration
 
 BAR = 14  # characters of the bar itself
 QUIET_SECONDS = 5.0  # how often a plain line appears where there is no terminal

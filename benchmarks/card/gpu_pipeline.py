@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from thinwire.config.quantities import parse_rate
 from thinwire.lab import Network
 from thinwire.pipeline.overlap import Transport, run_ahead
 from thinwire.pipeline.pipeline import Pipeline
 from thinwire.pipeline.stage import CompressedStage
+from thinwire.quantities import parse_rate
 
 RANKS = 4
 PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.pipeline.pipeline")

@@ -17,10 +17,10 @@ from thinwire.bench.allreduce_ranks import HalfHook, measure, selection
 from thinwire.codecs import LowRank, Quantize, TopK
 from thinwire.codecs.entries import Entries
 from thinwire.collectives.base import Collective
-from thinwire.config.quantities import parse_rate, parse_time, show_bytes, show_rate
 from thinwire.errors import UsageError
 from thinwire.lab.network import Network
 from thinwire.planner import network as cost
+from thinwire.quantities import parse_rate, parse_time, show_bytes, show_rate
 from thinwire.terminal import progress, table, write_json
 
 LONG = 10.0  # seconds; an exchange predicted to take longer is done once

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 
-from thinwire.config.quantities import parse_rate, parse_time
 from thinwire.errors import UsageError
 from thinwire.installed import check_figures
+from thinwire.quantities import parse_rate, parse_time
 
 WORK = "thinwire.bench.allreduce"
 WORKERS = ("similar", "skewed", "adversarial")

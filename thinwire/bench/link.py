@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from thinwire.config.quantities import parse_rate, parse_time, show_bytes, show_rate
 from thinwire.errors import UsageError
 from thinwire.lab.network import Network
+from thinwire.quantities import parse_rate, parse_time, show_bytes, show_rate
 from thinwire.terminal import progress, table, write_json
 
 RATES = "2mbit,10mbit,100mbit,1gbit"

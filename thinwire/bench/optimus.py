@@ -21,9 +21,9 @@ from typing import Any
 from thinwire.bench.optimus_figure import draw
 from thinwire.bench.train_options import add_options, check_counts, check_folder, chosen, sent, windows
 from thinwire.config.presets import PRESETS
-from thinwire.config.quantities import parse_rate, show_bytes
 from thinwire.installed import check_figures, check_training
 from thinwire.lab import Network
+from thinwire.quantities import parse_rate, show_bytes
 from thinwire.terminal import table, write_json
 from thinwire.train.config.sections import TrainConfig, read_config
 from thinwire.train.local import PRELOAD, train_local

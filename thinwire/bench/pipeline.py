@@ -20,9 +20,9 @@ from thinwire.bench.pipeline_modes import MODES, OURS, Mode, predicted_bytes
 from thinwire.bench.pipeline_options import Setup, read_setup, read_shares
 from thinwire.bench.pipeline_ranks import pretrain, time_steps, train
 from thinwire.bench.pipeline_table import show, summed
-from thinwire.config.quantities import SLOWEST, parse_rate
 from thinwire.errors import UsageError
 from thinwire.lab.network import Network
+from thinwire.quantities import SLOWEST, parse_rate
 from thinwire.terminal import progress, read_json, write_json
 
 PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.bench.pipeline_ranks")

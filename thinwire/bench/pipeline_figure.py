@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from thinwire.bench.pipeline_modes import MODES
-from thinwire.config.quantities import show_rate
 from thinwire.errors import UsageError
+from thinwire.quantities import show_rate
 
 EPOCHS = (1, 2, 3, 5, 10)
 STATELESS = "rotated 4/4"  # what a break-even is counted against

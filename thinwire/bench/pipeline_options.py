@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from thinwire.config.quantities import parse_rate
 from thinwire.errors import UsageError
 from thinwire.installed import check_figures
 from thinwire.planner.schedule import SINGLE_STAGE
+from thinwire.quantities import parse_rate
 
 WORK = "thinwire.bench.pipeline"
 SHARES = "0.9,0.95,0.98,0.995"

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from thinwire.bench.pipeline_modes import MODES
-from thinwire.config.quantities import show_bytes, show_rate
+from thinwire.quantities import show_bytes, show_rate
 from thinwire.terminal import table
 
 LOSS = ("mode", "seeds", "loss", "over fp32", "± 95 %", "each", "warm")

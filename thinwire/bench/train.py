@@ -23,10 +23,10 @@ from typing import Any
 from thinwire.bench.train_figure import curve_of, draw
 from thinwire.bench.train_options import add_options, check_counts, check_folder, chosen, sent, windows
 from thinwire.config.presets import PRESETS
-from thinwire.config.quantities import show_bytes, show_rate
 from thinwire.errors import UsageError
 from thinwire.installed import check_figures, check_training
 from thinwire.lab import Network
+from thinwire.quantities import show_bytes, show_rate
 from thinwire.terminal import read_json, table, write_json
 from thinwire.train.config.sections import TrainConfig, read_config
 from thinwire.train.local import PRELOAD, train_local

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.config.quantities import show_bytes
+from thinwire.quantities import show_bytes
 
 ALIKE = 0.05  # a ratio this close to 1 is neither fewer nor more
 

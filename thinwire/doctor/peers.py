@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from thinwire.config.quantities import parse_time, show_rate
 from thinwire.doctor import probe
 from thinwire.doctor.interfaces import VARIABLE, address_of, gloo_choice, interface_of, path_mtu
 from thinwire.errors import UsageError
+from thinwire.quantities import parse_time, show_rate
 from thinwire.terminal import progress, table, write_json
 
 PORT = "29400"  # torchrun's own for its rendezvous: what is open for one is open for the other

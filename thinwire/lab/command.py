@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from thinwire.config.quantities import parse_time, show_bytes, show_rate
 from thinwire.errors import UsageError
 from thinwire.lab.errors import LabError, LabTimeout, RankFailed
 from thinwire.lab.job import Job
 from thinwire.lab.netlink import Traffic
 from thinwire.lab.network import Network
 from thinwire.lab.topology import SUBNET
+from thinwire.quantities import parse_time, show_bytes, show_rate
 from thinwire.terminal import table, write_json
 
 EXAMPLES = """examples:

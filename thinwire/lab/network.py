@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from thinwire.config.quantities import parse_time
 from thinwire.errors import UsageError
 from thinwire.lab.client import Client
 from thinwire.lab.errors import LabError
@@ -28,6 +27,7 @@ from thinwire.lab.program import (
 )
 from thinwire.lab.ranks import Event
 from thinwire.lab.topology import MTU, SUBNET, Host, HostLink, Topology, flat, load, make_link
+from thinwire.quantities import parse_time
 
 PRELOAD_SECONDS = 180.0
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.config.quantities import parse_loss, parse_rate, parse_time
 from thinwire.config.toml import read_toml
 from thinwire.errors import UsageError
+from thinwire.quantities import parse_loss, parse_rate, parse_time
 
 SUBNET = "10.77.0.0/24"
 LONGEST_LATENCY = 10.0

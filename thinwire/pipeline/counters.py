@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from thinwire.config.quantities import show_bytes
 from thinwire.errors import UsageError
 from thinwire.memory.store import RamStore, parse_capacity
 from thinwire.pipeline.lane import Lane
+from thinwire.quantities import show_bytes
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.config.quantities import parse_rate, parse_time
 from thinwire.config.toml import read_toml
 from thinwire.errors import UsageError
 from thinwire.planner.actions import Schedule, read_csv
@@ -16,6 +15,7 @@ from thinwire.planner.network import LinkSpeed, Network
 from thinwire.planner.schedule import generate
 from thinwire.planner.settings import Wire, read_wire
 from thinwire.planner.step import Machine, Work
+from thinwire.quantities import parse_rate, parse_time
 
 KEYS = {
     "model": ("layers", "hidden", "seq", "vocab", "tied", "parameters"),

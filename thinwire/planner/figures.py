@@ -11,13 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from thinwire.config.quantities import show_rate
 from thinwire.errors import UsageError
 from thinwire.planner.actions import Action, Kind
 from thinwire.planner.build import WIRE
 from thinwire.planner.predict import BreakEven, Curve
 from thinwire.planner.simulate import Result, Span
 from thinwire.planner.step import Traffic
+from thinwire.quantities import show_rate
 
 # Okabe and Ito's colours, distinguishable without red-green vision; the critical path is drawn in black.
 COLOURS = {

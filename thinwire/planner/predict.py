@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from thinwire.config.quantities import show_rate
 from thinwire.planner import sizes
 from thinwire.planner.config import Run
 from thinwire.planner.critical import Choice, choose, choose_by
@@ -15,6 +14,7 @@ from thinwire.planner.network import Cost, LinkSpeed
 from thinwire.planner.settings import Setting, Wire
 from thinwire.planner.simulate import Result, simulate
 from thinwire.planner.step import Hop, Send, Step, Traffic
+from thinwire.quantities import show_rate
 
 OFF = Wire("off")
 

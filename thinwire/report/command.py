@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from thinwire.config.quantities import parse_rate, show_bytes
 from thinwire.errors import UsageError
 from thinwire.installed import check_figures
+from thinwire.quantities import parse_rate, show_bytes
 from thinwire.report.runs import Run, read_runs
 from thinwire.report.summary import Summary, summarise
 from thinwire.report.timeline import simulated

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
-from thinwire.config.quantities import show_bytes
 from thinwire.planner.figures import COLOURS, LINES, MARKS
+from thinwire.quantities import show_bytes
 from thinwire.report.runs import CHANNELS, Point, Run, reached
 from thinwire.report.summary import Summary
 

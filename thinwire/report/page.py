@@ -10,7 +10,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from thinwire.config.quantities import show_bytes
+from thinwire.quantities import show_bytes
 from thinwire.report.runs import CHANNELS, Run
 from thinwire.report.sections import SECTIONS, Section
 from thinwire.report.summary import Line, Summary, differences

@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from thinwire.config.quantities import UNLIMITED
 from thinwire.errors import UsageError
 from thinwire.planner import config as planner
 from thinwire.planner.model import work_from_flops
 from thinwire.planner.predict import predict
 from thinwire.planner.settings import Wire, read_wire
 from thinwire.planner.simulate import Result
+from thinwire.quantities import UNLIMITED
 from thinwire.report.runs import Run, number
 from thinwire.train.config.sections import ModelConfig, TrainConfig, read_config
 from thinwire.train.data.tokenizer import ByteTokenizer

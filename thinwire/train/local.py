@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from thinwire.config.quantities import parse_rate
 from thinwire.errors import RunFailed, UsageError
 from thinwire.lab import Job, Network, RankFailed, check
+from thinwire.quantities import parse_rate
 from thinwire.terminal import progress
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.metrics import METRICS, Event, EventReader, read_events

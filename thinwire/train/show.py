@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from thinwire.config.quantities import show_bytes, show_duration
+from thinwire.quantities import show_bytes, show_duration
 
 TRAFFIC = ("forward", "backward", "gradient", "embedding")
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.config.presets import PRESETS, written_out
-from thinwire.config.quantities import show_rate
 from thinwire.config.stages import SLACK
 from thinwire.config.wire import Wire
 from thinwire.distributed.values import broadcast_json
@@ -27,6 +26,7 @@ from thinwire.planner.critical import choose_by, mixed
 from thinwire.planner.mildest import mildest
 from thinwire.planner.simulate import simulate
 from thinwire.planner.step import Send, Step, Traffic
+from thinwire.quantities import show_rate
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.mesh import Mesh
 from thinwire.train.model.stage import Stage

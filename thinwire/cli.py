@@ -42,6 +42,7 @@ BENCHES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` names (default: the process's own words); the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser(words).parse_args(words)

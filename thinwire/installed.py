@@ -13,6 +13,7 @@ PACKAGES = {"sklearn": "scikit-learn"}  # where pip's name is another than the m
 
 
 def remedy(extra: str) -> str:
+    """The command that installs an extra of the package."""
     return f"pip install 'thinwire[{extra}]' (in a checkout: pip install '.[{extra}]')"
 
 
@@ -29,8 +30,10 @@ def check_installed(what: str, modules: tuple[str, ...], extra: str) -> None:
 
 
 def check_training(lora: bool = False) -> None:
+    """UsageError where `thinwire train` lacks a package; with `lora`, adapters' too."""
     check_installed("training", MODELS + ADAPTERS * lora, "train")
 
 
 def check_figures(what: str) -> None:
+    """UsageError where `what` would draw, and matplotlib is missing."""
     check_installed(what, FIGURES, "figures")

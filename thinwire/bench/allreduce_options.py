@@ -14,6 +14,7 @@ WORKERS = ("similar", "skewed", "adversarial")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of `thinwire bench allreduce`."""
     parser.add_argument("--hosts", default="2,4,8", help="comma-separated (%(default)s)")
     parser.add_argument("--rate", default="20mbit", help="of every host's link (%(default)s)")
     parser.add_argument("--latency", default="0ms", help="one way, host to host (%(default)s)")
@@ -28,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
+    """Refuse options that cannot be, before torch is imported."""
     read_hosts(args.hosts)
     read_numel(args.numel)
     parse_rate(args.rate, "rate")
@@ -40,6 +42,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def read_hosts(text: str) -> list[int]:
+    """Numbers of hosts from "2,4,8"."""
     try:
         hosts = [int(word) for word in text.split(",")]
     except ValueError:
@@ -50,6 +53,7 @@ def read_hosts(text: str) -> list[int]:
 
 
 def read_numel(text: str) -> int:
+    """A number of values from "10e6"."""
     try:
         numel = float(text)
     except ValueError:

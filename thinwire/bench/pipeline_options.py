@@ -38,6 +38,7 @@ class Setup:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of `thinwire bench pipeline`."""
     parser.add_argument("--hosts", type=int, default=4, help="stages, one a host (%(default)s)")
     parser.add_argument("--shares", default=SHARES, help="of the fp32 step on the exposed wire (%(default)s)")
     parser.add_argument("--rates", default="", help="of every host's link, instead of --shares; comma-separated")
@@ -63,6 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def check(args: argparse.Namespace) -> None:
+    """Refuse options that cannot be, before torch is imported."""
     read_setup(args)
     read_shares(args.shares)
     for word in args.rates.split(",") if args.rates else ():
@@ -74,6 +76,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def read_shares(text: str) -> list[float]:
+    """Shares of the wire in an fp32 step from "0.9,0.95"."""
     try:
         shares = [float(word) for word in text.split(",")]
     except ValueError:
@@ -84,6 +87,7 @@ def read_shares(text: str) -> list[float]:
 
 
 def read_setup(args: argparse.Namespace) -> Setup:
+    """Model, data and training that the options ask for."""
     names = ("epochs", "samples", "held_out", "pretrain", "layers", "width", "length", "rows", "microbatches")
     for name in ("hosts", *names):
         if getattr(args, name) < (2 if name == "hosts" else 1):

@@ -142,6 +142,7 @@ def check_train() -> list[Finding]:
 
 
 def check_theory() -> list[Finding]:
+    """What figures and the theory bench need."""
     lacking = missing(THEORY)
     detail = f"{', '.join(lacking)} not installed" if lacking else "scikit-learn, matplotlib"
     todo = f"for figures, `thinwire convex` and the examples only: {remedy('theory')}" if lacking else ""

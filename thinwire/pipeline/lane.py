@@ -25,6 +25,7 @@ from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
 from thinwire.memory import Memory, Plain
 from thinwire.memory.channel import Channel
+from thinwire.memory.file_store import SUFFIX
 from thinwire.memory.store import Key
 from thinwire.pipeline.lazy_error import Trial
 
@@ -61,13 +62,15 @@ class Lane:
     name: direction and boundary ("forward 1→2"), equal at both ends.
     end: "send" or "recv".
     seed: the run's, equal at both ends.
+    owner: what names of its stores' files begin with, unlike any other rank's or run's (file_store.store_owner).
     """
 
-    def __init__(self, link: Link | None, name: str, end: str, seed: int) -> None:
+    def __init__(self, link: Link | None, name: str, end: str, seed: int, owner: str = "") -> None:
         self.link = link or AS_IS
         self.name = name
         self.end = end
         self.seed = seed
+        self.owner = owner
         has_trial = self.link.memory == "auto" and end == "send"
         self.trial = Trial(name, self.link.codec, seed) if has_trial else None
         if self.memory.refresh:
@@ -179,7 +182,7 @@ class Lane:
         memory = self.memory
         if memory.path is None:
             return memory
-        name = f"{self.name.replace(' ', '-').replace('→', '-')}-{self.end}-{index}.store"
+        name = f"{self.owner}{self.name.replace(' ', '-').replace('→', '-')}-{self.end}-{index}{SUFFIX}"
         return replace(memory, path=str(Path(memory.path) / name))
 
     # --- steps
@@ -206,18 +209,25 @@ class Lane:
         keep: commit. count: count a rollback in the channels' statistics.
         """
         self.step = None
+        problems: list[UsageError] = []
         for _, channel in self.channels():
-            if keep:
-                channel.commit()
-            elif count:
+            try:
+                if keep:
+                    channel.commit()
+                elif count:
+                    channel.rollback()
+                else:
+                    channel.state.rollback()
+            except UsageError as error:  # a store that cannot be written: the others end their step all the same
                 channel.rollback()
-            else:
-                channel.state.rollback()
+                problems.append(error)
         for channel, key in self._lost:
             channel.state.forget(key)
         if self.trial is not None:
             self.trial.end_step(keep)
             self._change_memory(self.trial.memory)
+        if problems:
+            raise problems[0]
 
     def _change_memory(self, memory: Memory) -> None:
         """Use another memory from the next step on; residuals of the former one are dropped."""
@@ -240,8 +250,6 @@ class Lane:
         for channel in self.coded.values():
             channel.state.stores["h"].load(ids)
         per_tensor = [channel.digests(ids) for channel in self.coded.values()]
-        if not per_tensor:
-            return torch.full((len(ids),), -1, dtype=torch.int64)
         stacked = torch.stack(per_tensor)  # below 2³² each, so that the weighted sum stays far below 2⁶³
         weights = torch.arange(1, len(per_tensor) + 1)[:, None]
         return torch.where((stacked >= 0).all(dim=0), (stacked * weights).sum(dim=0), -1)

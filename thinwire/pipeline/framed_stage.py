@@ -147,8 +147,8 @@ class FramedStage(PlannedStage):
             rows, *row = op.tensor.shape
             if self.plan is not None and self.plan.rows is not None:
                 rows = self.plan.rows[chunk]
-            if self.new_inputs is not None:
-                row = list(self.new_inputs[i][0][1:])
+            if self.inputs is not None:
+                row = list(self.inputs[i][0][1:])
             shapes.append((rows, *row))
         return ops, shapes
 

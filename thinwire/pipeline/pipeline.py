@@ -130,10 +130,11 @@ class Pipeline:
         announced = handshake.announcer.announce(own)
         self.steps = announced.step
         self.skipped = False
-        new_inputs = None if announced.shape is None else self._new_inputs(announced.shape)
+        inputs = None if announced.shape is None else self._inputs(announced.shape)
+        repeated = announced.shape is None or self._shapes is None or self._shapes.repeated
         self.announced = announced
         for stage in self.stages:
-            stage.begin_step(announced, coded, None if new_inputs is None else new_inputs[stage.stage_index])
+            stage.begin_step(announced, coded, None if inputs is None else inputs[stage.stage_index], repeated)
         scale = self.scale() if train else self._scale
         if scale != self._scale:
             self._rescale(scale)
@@ -161,8 +162,8 @@ class Pipeline:
                     self.say(line)
         return self.handshake
 
-    def _new_inputs(self, shape: tuple[int, ...]) -> list[list[Spec]] | None:
-        """The inputs of every stage in this step, where their rows are of another shape than in the last."""
+    def _inputs(self, shape: tuple[int, ...]) -> list[list[Spec]] | None:
+        """The inputs of every stage in this step, where torch may not know them: see Shapes.changed."""
         assert self._shapes is not None
         seen = next(iter(self.stages[0].batch_inputs.values()), None) if self.stages[0].is_first else []
         dtypes = [torch.float32] if seen is None else [dtype for _, dtype in seen]

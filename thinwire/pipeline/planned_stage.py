@@ -89,7 +89,8 @@ class PlannedStage(OpenStage):
         self.predicates: dict[str, Predicate] = {}
         self.announced: Announcement | None = None
         self.plan: StepPlan | None = None
-        self.new_inputs: list[Spec] | None = None  # of this step, where rows differ from the last step's
+        self.inputs: list[Spec] | None = None  # of this step, where torch may not know them
+        self._repeated = True  # are this step's rows of the last step's shape?
         self.batch_inputs: dict[int, list[Spec]] = {}  # of the first stage by micro-batch, in the last step
         self.early = EarlyReceives()
         self._choices: dict[str, MessageChoice] = {}
@@ -115,15 +116,16 @@ class PlannedStage(OpenStage):
         self._first_tag = connections.first_tag
         self._set_predicates()
 
-    def begin_step(self, announced: Announcement, coded: bool, new_inputs: list[Spec] | None) -> None:
+    def begin_step(self, announced: Announcement, coded: bool, inputs: list[Spec] | None, repeated: bool) -> None:
         """Open the announced step.
 
-        coded: False: every message of this step is exact. new_inputs: this stage's, where their rows differ from the
-        last step's.
+        coded: False: every message of this step is exact. inputs: this stage's, where torch may not know them.
+        repeated: their rows are of the last step's shape, so receives may be posted as in that step.
         """
         self.announced = announced
         self._coded = coded
-        self.new_inputs = new_inputs
+        self.inputs = inputs
+        self._repeated = repeated
         self._plan_step()
         for lane in self.lanes.all():
             lane.begin(announced.step)
@@ -132,7 +134,7 @@ class PlannedStage(OpenStage):
         """The memories are ready: transports begin, and all receives of the step whose sizes are known are posted."""
         for transport in self.transports.values():
             transport.begin()
-        if self.plan is not None and self.plan.train and self.new_inputs is None and not self.transports:
+        if self.plan is not None and self.plan.train and self._repeated and not self.transports:
             self.early.post(self.plan, self.lanes.incoming)
 
     def end_step(self, failed: bool) -> None:

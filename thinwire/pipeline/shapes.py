@@ -59,16 +59,22 @@ class Shapes:
         self.device = device
         self.known: dict[Shape, list[list[Spec]]] = {}
         self.last: Shape | None = None  # the row of the last batch whose shape was announced
+        self.repeated = True  # is this step's row that of the last?
+        self._varied = False  # has any step's row been another than the one before it?
 
     def changed(self, shape: Shape, first: bool, dtypes: Sequence[torch.dtype]) -> list[list[Spec]] | None:
-        """The inputs of every stage in this step, where they are not what torch has seen. All ranks call it together.
+        """The inputs of every stage in this step; None while all rows are as torch saw them first. All ranks call it
+        together.
 
-        shape: of the batch, as announced. first: torch has seen no batch yet. dtypes: of the batch's tensors, on
-        the first stage's rank.
+        Up to 2.14 torch's buffers have the shape of the last step, since 2.15 that of the first: once a row differs,
+        torch is not asked any more. shape: of the batch, as announced. first: torch has seen no batch yet. dtypes: of
+        the batch's tensors, on the first stage's rank.
         """
         row = shape[1:]
-        was, self.last = self.last, row
-        if first or row == was:
+        self.repeated = first or row == self.last
+        self._varied = self._varied or not self.repeated
+        self.last = row
+        if not self._varied:
             return None
         if row not in self.known:
             self.known[row] = self._infer(row, dtypes)

@@ -112,7 +112,7 @@ def test_resuming_is_bitwise(tmp_path):
         at = 3 + 3 * (i % 2)
         for key in ("step", "loss", "norm", "lr", "hit_rate", *BYTES):
             assert [e[key] for e in after] == [e[key] for e in before[at:]] != [], (name, key)
-        assert after[0]["seconds"] > before[at - 1]["seconds"]
+        assert after[0]["seconds"] > before[at - 1]["seconds"] / 2  # a checkpoint holds the clock of one rank
     _check_bytes(steps(tmp_path / "max"), wires["max"])
 
 
@@ -125,7 +125,7 @@ def _check_bytes(events, wire) -> None:
         assert sent["forward"] == messages * message_bytes(planned.forward, shape, cold=at < 3), (at, sent)
         assert sent["backward"] == messages * message_bytes(planned.backward, shape), (at, sent)
     assert [e["hit_rate"] for e in events[:6]] == [0.0] * 3 + [1.0] * 3  # of the step, not since the start
-    assert [(e["cold"], e["warm"]) for e in events[2:4]] == [(8, 0), (0, 8)]
+    assert [(e["cold"], e["warm"]) for e in events[2:4]] == [(16, 0), (0, 16)]  # eight samples at both ends
 
 
 @pytest.mark.timeout(120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -195,17 +196,63 @@ def warmup_is_exact_and_ends() -> None:
 
 def auto_turns_compression_off_where_it_loses() -> None:
     """On a clock on which compression loses; what residuals still owe is repaid by the exact steps."""
-    handle, model, sent, total = _trial(loses=True)
+    handle, _, sent, total = _trial(loses=True)
     check(not handle.compressing, "compression loses, yet it stayed on")
     check_equal("sum of all steps", sent, total, 1e-5)
-    handle.reducer.step_state.skipped = True  # as after a trial step with NaN
-    backward(model, 0)
-    check(not handle.skipped, "an exact step is called skipped")
 
 
 def auto_keeps_compression_where_it_wins() -> None:
     handle, _, _, _ = _trial(loses=False)
     check(handle.compressing, "compression wins, yet it was turned off")
+
+
+def auto_skips_nan_in_exact_passes_too() -> None:
+    """In its first pass, which is DDP's own all-reduce; in the pass that sends the residual; and after it has turned
+    itself off."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for option in ("nan", "zero"):
+        model = wrap()
+        handle = compress_ddp(model, tw.Wire(gradient=SPARSE.gradient, auto=True), nonfinite=option)
+        plan, skips = handle.auto.plan, 0
+        passes = (0, plan.index("compressed") + auto_switch.LENGTH, len(plan) + 1)
+        with mock.patch.object(handle.auto, "_decide", partial(handle.reducer.use_exact, True)):
+            for step in range(len(plan) + 3):
+                model.zero_grad()
+                loss = loss_of(model, batch(step))
+                if step in passes and last:  # in one bucket only
+                    loss = loss + model.module.last.bias.sum() * (torch.nan if step else torch.inf)
+                loss.backward()
+                skips += step in passes
+                where = f"{option}, step {step}"
+                check(handle.skipped == (step in passes), f"{where}: skipped is {handle.skipped}")
+                check(handle.skips == skips, f"{where}: {handle.skips} skips, not {skips}")
+                flat = torch.cat([g.reshape(-1) for g in gradients(model).values() if g is not None])
+                if step in passes:
+                    check(flat.isnan().all() if option == "nan" else not flat.any(), f"{where}: {flat[:3]}")
+                if step == passes[1]:
+                    check(handle.auto.sending_residual, f"{where}: not the pass that sends the residual")
+                elif step == passes[1] + 1:
+                    left = [n for n, e in handle.state_dict().items() if "/e/" in n and e.any()]
+                    check(not left, f"{where}: the residual that was not sent stays: {left[:2]}")
+        made = handle.reducer.exchange.steps
+        check(made == len(plan) + 3, f"{option}: {made} steps were counted, not {len(plan) + 3}")
+        check_ranks_agree(option, gradients(model))
+
+
+def error_on_the_thread_is_raised_by_backward() -> None:
+    """In plain words on every rank, not as a failed conversion inside DDP."""
+    model = wrap()
+    handle = compress_ddp(model, SPARSE)
+
+    def broken(*_: object) -> Tensor:
+        raise ValueError("on purpose")
+
+    with mock.patch.object(handle.reducer.exchange, "reduce", broken):
+        try:
+            backward(model, 0)
+            check(False, "nothing was raised")
+        except RuntimeError as error:
+            check("could not exchange the gradients: on purpose" in str(error), f"raised was {error}")
 
 
 def _trial(loses: bool) -> tuple[CompressedDDP, nn.Module, dict[str, Tensor], dict[str, Tensor]]:
@@ -236,5 +283,5 @@ CASES = [
     static_graph_changes_no_bit, layer_frozen_in_mid_run_keeps_its_residual,
     wrapping_again_with_more_parameters_keeps_residuals, nan_on_one_rank_is_rolled_back_by_all,
     exception_in_the_bracket_drops_the_step, warmup_is_exact_and_ends, auto_turns_compression_off_where_it_loses,
-    auto_keeps_compression_where_it_wins,
+    auto_keeps_compression_where_it_wins, auto_skips_nan_in_exact_passes_too, error_on_the_thread_is_raised_by_backward,
 ]  # fmt: skip

@@ -33,8 +33,10 @@ class CompressedDDP(Handle):
         self.model = model
         self.names = {id(p): name for name, p in reducer.parameters.items()}
         self.finds_unused = bool(model.find_unused_parameters or model.static_graph)
+        self.one_device = len({p.device for p in reducer.parameters.values()}) == 1  # a pass ends with one future
         self.pending: list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]] = []  # of this pass
         self.arrived = 0  # parameters of this pass
+        self.all_reduces: list[torch.futures.Future[list[Tensor]]] = []  # of this pass, where it is plain
         self.plain = False  # this pass goes through DDP's own all-reduce
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -53,14 +55,12 @@ class CompressedDDP(Handle):
         if buffer.is_sparse:
             raise sparse_gradient(self.names[id(bucket.parameters()[0])], buffer)
         if self.arrived == 0:
-            self.plain = self.auto is not None and self.auto.begin_pass() and not self.reducer.bracketed
+            exact = self.auto is not None and self.auto.begin_pass()
+            self.plain = exact and self.one_device and not self.reducer.bracketed
         self.arrived = (self.arrived + len(bucket.parameters())) % len(self.names)
         if self.plain:
             return self._all_reduce(bucket)
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.device.type == "cuda" else None
-        )
-        self.pending.append((bucket, future))
+        future = self._future_of(bucket)
         gradients: Means = {self.names[id(parameter)]: gradient for parameter, gradient in _gradients(bucket)}
         if self.finds_unused:
             gradients = {name: g if g is not None and bool(g.any()) else None for name, g in gradients.items()}
@@ -69,14 +69,12 @@ class CompressedDDP(Handle):
 
     def _deliver(self, means: Means) -> None:
         """The means into DDP's buckets; what nobody used stays as it is, and DDP leaves its .grad alone."""
-        pending, self.pending = self.pending, []
-        for bucket, _ in pending:
+        for bucket, _ in self.pending:
             for parameter, gradient in _gradients(bucket):
                 mean = means[self.names[id(parameter)]]
                 if mean is not None:
                     gradient.copy_(mean.view(gradient.shape))
-        for bucket, future in pending:
-            future.set_result(bucket.buffer())
+        self._complete()
 
     def _fail(self, error: BaseException) -> None:
         pending, self.pending = self.pending, []
@@ -84,14 +82,38 @@ class CompressedDDP(Handle):
             future.set_exception(RuntimeError(f"thinwire could not exchange the gradients: {error}"))  # type: ignore[arg-type]
 
     def _all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """As DDP without a hook would, NaN included: nothing is skipped here."""
-        if self.arrived == 0:  # the last bucket of the pass
-            self.reducer.count_plain_step()
+        """As DDP without a hook would; but no bucket is handed over before all are there, since a NaN in the last one
+        decides about the first one too."""
         buffer = bucket.buffer().div_(self.reducer.size)
         self.reducer.exchange.count_plain(buffer)
         work = dist.all_reduce(buffer, group=self.model.process_group, async_op=True)
-        future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        self.all_reduces.append(work.get_future())
+        future = self._future_of(bucket)
+        if self.arrived == 0:  # the last bucket of the pass
+            under_way, self.all_reduces = self.all_reduces, []
+            torch.futures.collect_all(under_way).then(self._end_plain_pass)
         return future
+
+    def _end_plain_pass(self, all_reduces: torch.futures.Future[list[torch.futures.Future[list[Tensor]]]]) -> None:
+        try:
+            all_reduces.value()
+            self.reducer.end_plain_step([bucket.buffer() for bucket, _ in self.pending])
+        except Exception as error:  # handed to DDP, which raises it in backward
+            self._fail(error)
+        else:
+            self._complete()
+
+    def _future_of(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Done with the pass (`_complete`, `_fail`): the bucket's buffer, or the error."""
+        device = bucket.buffer().device
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        self.pending.append((bucket, done))
+        return done.then(lambda future: future.value())  # DDP shows an error raised here, not one set by set_exception
+
+    def _complete(self) -> None:
+        pending, self.pending = self.pending, []
+        for bucket, future in pending:
+            future.set_result(bucket.buffer())
 
 
 def _gradients(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:

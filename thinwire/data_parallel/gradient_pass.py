@@ -8,6 +8,7 @@ means are delivered. `add` runs on the caller's thread; everything after it runs
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from thinwire.errors import UsageError
 Means = dict[str, Tensor | None]  # by parameter; None: no rank used it
 Deliver = Callable[[Means], None]
 Failed = Callable[[BaseException], None]
+MOST_UNREAD = 64  # flags of plain passes that may wait to be read
 
 
 class StepState:
@@ -38,8 +40,21 @@ class StepState:
         self.opened = False  # a pass has begun since the last commit or rollback
         self.failed = False  # it will be rolled back
         self.bracketed = False  # it ends with its bracket and not with its pass
-        self.skipped = False  # the last pass was not finite on some rank
-        self.skips = 0
+        self._skipped = False  # the last pass was not finite on some rank
+        self._skips = 0
+        self._unread: list[Tensor] = []  # 0-d "was finite" of the last passes: to read one is to wait for its device
+
+    @property
+    def skipped(self) -> bool:
+        """Was the last pass not finite on some rank?"""
+        self._read_flags()
+        return self._skipped
+
+    @property
+    def skips(self) -> int:
+        """How many were not?"""
+        self._read_flags()
+        return self._skips
 
     def open(self) -> None:
         """A pass begins."""
@@ -49,11 +64,26 @@ class StepState:
 
     def end_pass(self, skipped: bool) -> None:
         """A pass is through on all ranks; `skipped`: the step must be rolled back."""
-        self.skipped = skipped
-        self.skips += skipped
+        self._read_flags()
+        self._skipped = skipped
+        self._skips += skipped
         self.failed |= skipped
         if not self.bracketed:
             self.close()
+
+    def end_plain_pass(self, finite: Tensor) -> None:
+        """A pass went past the exchange and is a step of its own; finite: 0-d, the same on all ranks."""
+        if len(self._unread) == MOST_UNREAD:
+            self._read_flags()
+        self._unread.append(finite)
+        self.exchange.count_step()
+
+    def _read_flags(self) -> None:
+        if self._unread:
+            finite = torch.stack(self._unread).tolist()
+            self._unread.clear()
+            self._skipped = not finite[-1]
+            self._skips += finite.count(False)
 
     def close(self) -> None:
         """Commit or roll back what the passes wrote, if there was any."""
@@ -97,6 +127,11 @@ class PassSetup:
     ranks: int
     agreeing: tuple[dist.ProcessGroup, ...]
     nonfinite: str
+
+    @property
+    def fill_of_skipped(self) -> float:
+        """What every value of a gradient is after a step that was rolled back."""
+        return math.nan if self.nonfinite == "nan" else 0.0
 
     def maximum(self, values: Tensor) -> Tensor:
         """Entry by entry over all ranks on which a step counts or does not, in place."""
@@ -202,7 +237,7 @@ class Pass:
             return None
         mean = self.unit_means[unit][span].view(shape)
         if skipped:
-            mean.fill_(torch.nan if self.setup.nonfinite == "nan" else 0)
+            mean.fill_(self.setup.fill_of_skipped)
         elif self.scale != 1:
             mean *= self.scale
         return mean

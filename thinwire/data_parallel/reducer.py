@@ -14,12 +14,13 @@ Two words, used so everywhere in this room:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.codecs.base import is_finite
 from thinwire.collectives import Dense
 from thinwire.collectives.groups import Group, twin, world
 from thinwire.config.wire import Reduction, Wire, WireLike
@@ -186,10 +187,17 @@ class Reducer:
         """Roll the bracketed step back when it ends. To be called on all ranks."""
         self.step_state.failed = True
 
-    def count_plain_step(self) -> None:
-        """A step went another way, through DDP's own all-reduce: it counts, and nothing of it is skipped."""
-        self.step_state.skipped = False
-        self.exchange.count_step()
+    def end_plain_step(self, means: Sequence[Tensor]) -> None:
+        """A step went another way, through the backend's all-reduce. Where its means are not finite it is skipped.
+
+        means: all of them, with the same bits on all ranks, so that all find the same. They are overwritten where the
+        step is skipped. On a card nothing is waited for: `skipped` reads the flag when it is asked.
+        """
+        finite = torch.stack([is_finite(mean) for mean in means]).all()
+        if finite.is_cuda or not bool(finite):
+            for mean in means:
+                mean.masked_fill_(~finite, self.setup.fill_of_skipped)
+        self.step_state.end_plain_pass(finite)
 
     # --- all ranks
 

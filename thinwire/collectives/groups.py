@@ -111,6 +111,15 @@ def subgroup(members: Sequence[int], group: dist.ProcessGroup, options: object =
     return new_group([ranks[m] for m in members], group, options)
 
 
+def agree_on_any(mine: bool, group: Group, device: torch.device) -> bool:
+    """Is it so on any member? Not counted as sent."""
+    if world(group)[0] == 1:
+        return mine
+    flag = torch.tensor([mine], dtype=torch.uint8, device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=unmetered(group))
+    return bool(flag)
+
+
 def gather(x: Tensor, group: Group) -> list[Tensor]:
     """Every member's x, in rank order; all of one shape and dtype."""
     size, _ = world(group)

@@ -28,7 +28,7 @@ from thinwire.collectives.groups import (
 )
 from thinwire.collectives.lowrank import LowRank
 from thinwire.collectives.regions import region_bounds
-from thinwire.errors import UsageError
+from thinwire.errors import InvalidExchange, UsageError
 from thinwire.kernels.random import derive
 
 Levels = tuple[dist.ProcessGroup, dist.ProcessGroup]  # (a host's members, the members of all hosts with one place)
@@ -74,21 +74,26 @@ class Hierarchical(Collective):
         host_group, peer_group = self._groups(group)
         size, rank = world(host_group)
         host = world(group)[1] // self.per_host
+        invalid: list[InvalidExchange] = []  # raised at the end: the other members go on
         # 1. the mean of this host
-        with _part(state, "inside/") as part:
+        with _part(state, "inside/") as part, _later(invalid):
+            mean = own = torch.zeros_like(u)
             inner = derive(seed, "inside", host)
             mean, own = self.inside.exchange(u, host_group, state=part, key=key, step=step, seed=inner)
         # 2. this member's slice of it, across hosts
         bounds = region_bounds(u.numel(), size)
         mine = slice(bounds[rank], bounds[rank + 1])
         carried = mean.reshape(-1)[mine]
-        with _part(state, "across/") as part:
+        with _part(state, "across/") as part, _later(invalid):
+            result = kept = torch.zeros_like(carried)
             outer = derive(seed, "across", rank)
             result, kept = self.across.exchange(carried, peer_group, state=part, key=key, step=step, seed=outer)
         # 3. all slices, inside the host
         sizes = [(b - a) * u.element_size() for a, b in pairwise(bounds)]
         slices = swap([raw_bytes(result)] * size, sizes, host_group)
         count_sent(group, host_group.sent + peer_group.sent)
+        if invalid:
+            raise invalid[0]
         own = own.clone().reshape(-1)
         own[mine] += size * (kept - carried)
         return torch.cat([from_raw(wire, u.dtype) for wire in slices]).view(u.shape), own.view(u.shape)
@@ -127,6 +132,15 @@ class Hierarchical(Collective):
 
 def _cut(state: State, prefix: str) -> State:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+@contextmanager
+def _later(invalid: list[InvalidExchange]) -> Iterator[None]:
+    """What is raised inside goes into the list."""
+    try:
+        yield
+    except InvalidExchange as error:
+        invalid.append(error)
 
 
 @contextmanager

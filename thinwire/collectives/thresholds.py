@@ -46,6 +46,7 @@ FINE_BINS = 1024  # of the histogram that refines one bin of the first
 FINE_SHIFT = select.HISTOGRAM_SHIFT - 10
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny  # sums below this are nobody's entries
 
 
@@ -147,7 +148,7 @@ def _learn(state: State, which: str, exact: float, count: int, slope: float) -> 
     pace = PACE * (pace + TREND * (math.log(exact / last) - pace))
     factor = min(max(math.exp(pace), 1 / FASTEST), FASTEST)
     state[f"pace_{which}"] = torch.tensor(factor)
-    state[f"th_{which}"] = torch.tensor(exact**LEVEL * predicted ** (1 - LEVEL) * factor)
+    state[f"th_{which}"] = torch.tensor(min(exact**LEVEL * predicted ** (1 - LEVEL) * factor, LARGEST))
     state[f"seen_{which}"] = torch.tensor([exact, count, slope], dtype=torch.float64)
 
 

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from thinwire.collectives.groups import Group, Metered, all_reduce, unmetered, world
+from thinwire.codecs.base import is_finite
+from thinwire.collectives.groups import Group, Metered, agree_on_any, unmetered, world
+from thinwire.collectives.sums import exact_mean
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Shape, Unit, make_units
 from thinwire.distributed.summary import Summary
-from thinwire.errors import UsageError
+from thinwire.errors import InvalidExchange, UsageError
 from thinwire.memory import Plain
 from thinwire.memory.channel import Channel
 
@@ -73,18 +75,45 @@ class Exchange:
 
     def reduce(self, unit: Unit, x: Tensor, exact: bool = False) -> Tensor:
         """x: float32[unit.numel], flat → its mean over the group. `exact`: nothing is left out, and the residual is
-        sent with it."""
+        sent with it.
+
+        InvalidExchange, perhaps on some ranks only, where the mean or the residual leaves its type's range or a message
+        was damaged: ranks are still in step, and must agree to roll back.
+        """
         if not self.is_open:
             self._begin_step()
         channel = self.channels[unit]
         self.averaged += x.numel()
         residual = self.residuals_before[unit] = channel.state.read("e", unit.name)
         if not (exact or unit.exact):
-            return channel.reduce(unit.name, x, self.group)
+            mean = channel.reduce(unit.name, x, self.group)
+            left = channel.state.read("e", unit.name)
+            if not bool(is_finite(mean) if left is None else is_finite(mean) & is_finite(left)):
+                raise InvalidExchange(f"{unit.name}: the mean or the residual is NaN or Inf")
+            return mean
         if residual is not None:
             x = x + residual
             channel.state.write("e", unit.name, torch.zeros_like(residual))
-        return all_reduce(x, self.group) / world(self.group)[0]
+        return exact_mean(x, self.group)
+
+    def reduce_all(self, values: Callable[[Unit], Tensor], exact: bool = False) -> dict[Unit, Tensor] | None:
+        """Every unit's mean, for the caller to commit. None, on all ranks: the step was rolled back, since some rank's
+        `reduce` was an InvalidExchange.
+
+        values: a unit's, flat. exact: as for `reduce`.
+        """
+        means: dict[Unit, Tensor] = {}
+        invalid = False
+        for unit in self.units:
+            x = values(unit)
+            try:
+                means[unit] = self.reduce(unit, x, exact)
+            except InvalidExchange:
+                invalid = True
+        if self.units and agree_on_any(invalid, self.group, x.device):
+            self.rollback()
+            return None
+        return means
 
     def count_plain(self, x: Tensor) -> None:
         """x is averaged by the backend's own all-reduce, past the units: it is sent all the same."""

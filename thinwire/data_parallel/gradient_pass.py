@@ -2,12 +2,14 @@
 
 A parameter's gradient is copied into the buffer of its unit. A unit is sent when it is complete and the units declared
 after it have been sent, so the order is the same on every rank. After the last unit the ranks agree on two things:
-was any gradient NaN or Inf, and which parameters did nobody use. Then the step is committed or rolled back, and the
-means are delivered. `add` runs on the caller's thread; everything after it runs on the communication thread.
+was any gradient NaN or Inf or any exchange invalid, and which parameters did nobody use. Then the step is committed or
+rolled back, and the means are delivered. `add` runs on the caller's thread; everything after it runs on the
+communication thread.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,8 +26,9 @@ from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_units import Shape, Unit
 from thinwire.data_parallel.parameters import sparse_gradient
 from thinwire.distributed.thread import CommunicationThread
-from thinwire.errors import UsageError
+from thinwire.errors import InvalidExchange, UsageError
 
+log = logging.getLogger("thinwire")
 Means = dict[str, Tensor | None]  # by parameter; None: no rank used it
 Deliver = Callable[[Means], None]
 Failed = Callable[[BaseException], None]
@@ -209,7 +212,23 @@ class Pass:
             x = torch.zeros_like(x)
         elif self.scale != 1:
             x = x.div_(self.scale)
-        self.unit_means[unit] = x if self.setup.ranks == 1 else self.setup.exchange.reduce(unit, x, self.exact)
+        self.unit_means[unit] = x
+        if self.setup.ranks > 1:
+            try:
+                self.unit_means[unit] = self.setup.exchange.reduce(unit, x, self.exact)
+            except InvalidExchange as error:
+                log.warning("thinwire: a step is dropped: %s", error)
+                self.finite = False
+            else:
+                self.finite &= self._fits(unit, self.unit_means[unit])
+
+    def _fits(self, unit: Unit, mean: Tensor) -> bool:
+        """Will the mean, times the loss scale, be in range of its parameters' types? With a residual it may be larger
+        than any rank's gradient."""
+        limit = min(torch.finfo(self.setup.parameters[name].dtype).max for name in unit.parameters) / self.scale
+        if limit >= torch.finfo(mean.dtype).max or not mean.numel():
+            return True
+        return bool(mean.abs().max() <= limit)
 
     def _conclude(self) -> None:
         skipped, unused = self._agree()

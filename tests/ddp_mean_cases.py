@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
 from thinwire.collectives import Collective, Dense, LowRank, OkTopk, Quantized
-from thinwire.collectives.groups import gather, new_group
+from thinwire.collectives.groups import gather, new_group, subgroup, twin, unmetered
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.parallel import compress_ddp
+from thinwire.torch_private.groups import timeout_of
 from thinwire.train.tune.links import exchanges
 
 ALL_VALUES = tw.Wire(gradient=tw.Reduction(OkTopk(1.0), exact_dims=0))
@@ -115,6 +117,19 @@ def group_of_ranks_that_know_unlike_many_groups() -> None:
     total = torch.tensor([rank + 1])
     dist.all_reduce(total, group=pair)
     check(int(total) == (3 if rank < 2 else rank + 1), f"the pair's sum is {int(total)}")
+
+
+def own_groups_wait_as_long_as_their_parents() -> None:
+    size, rank, timeout = dist.get_world_size(), dist.get_rank(), timedelta(seconds=12)
+    parent = dist.new_group(list(range(size)), timeout=timeout)
+    reducer = Reducer(Net().named_parameters(), SPARSE, parent)
+    made = {
+        "twin": twin(parent), "new_group": new_group([rank], parent), "subgroup": subgroup([rank], parent),
+        "a reducer's": unmetered(reducer.exchange.group),
+    }  # fmt: skip
+    for name, group in made.items():
+        check(timeout_of(group) == timeout, f"{name} waits {timeout_of(group)}")
+    reducer.close()
 
 
 def several_models_and_groups_do_not_mix() -> None:
@@ -270,7 +285,8 @@ CASES = [
     exact_wire_gives_the_mean_of_plain_ddp, selecting_all_values_gives_the_dense_mean,
     ddp_buckets_and_reducer_give_the_same_bits, order_in_which_units_are_ready_changes_no_bit,
     mean_and_residuals_conserve_the_gradients_sum, accumulated_backwards_are_exchanged_once,
-    group_of_ranks_that_know_unlike_many_groups, several_models_and_groups_do_not_mix, excluded_parameters_stay_exact,
+    group_of_ranks_that_know_unlike_many_groups, own_groups_wait_as_long_as_their_parents,
+    several_models_and_groups_do_not_mix, excluded_parameters_stay_exact,
     parameters_of_every_form_alone_in_a_unit_or_not, parameters_of_every_form_are_measured,
     finite_gradients_whose_sum_overflows_have_a_finite_mean, value_beyond_the_codec_on_one_rank_drops_the_step_on_all,
     empty_parameter_is_reduced_like_any, all_reduce_with_its_state_in_our_hands_equals_the_reducer,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.torch_private.groups import known_groups
+from thinwire.torch_private.groups import known_groups, timeout_of
 
 BUCKET = 4  # peers a message is exchanged with before those of the next are waited for
 
@@ -80,20 +80,22 @@ def new_group(
 ) -> dist.ProcessGroup:
     """A new group of these (global) ranks, all of them members of `among`; only they need to call this.
 
-    options: the backend's (torch's pg_options).
+    options: the backend's (torch's pg_options). It waits as long for a rank as `among` does: torch would give it half
+    an hour, whatever the user said.
 
     torch names such a group by its ranks and by how many groups a rank knows already: where ranks know different
     numbers, they would wait for each other for ever. So the members first agree on that number, over `among`, and
     those behind make groups of themselves alone until they have caught up.
     """
+    timeout = timeout_of(among)
     if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
-        return dist.new_group(list(ranks), pg_options=options)
+        return dist.new_group(list(ranks), timeout=timeout, pg_options=options)
     known = known_groups()
     most = torch.tensor([known], device="cuda" if dist.get_backend(among) == "nccl" else "cpu")
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=among)
     for _ in range(int(most) - known):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    return dist.new_group(list(ranks), pg_options=options, use_local_synchronization=True)
+        dist.new_group([dist.get_rank()], backend="gloo", timeout=timeout, use_local_synchronization=True)
+    return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
 
 
 def twin(group: Group) -> dist.ProcessGroup:

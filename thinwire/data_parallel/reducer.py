@@ -60,15 +60,19 @@ class Reducer:
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: WireLike, group: Group = None, *,
         seed: int = 0, nonfinite: str = "nan", scale: Callable[[], float] | None = None, shard_group: Group = None,
     ) -> None:  # fmt: skip
-        if nonfinite not in NONFINITE:
-            raise UsageError(f"nonfinite = {nonfinite!r}: allowed are {', '.join(NONFINITE)}")
         self.parameters = trainable_parameters(named_parameters)
+        wire = Wire.of(wire)
+        self.reduction = wire.gradient or Reduction(Dense())
+        self.loss_scale = scale or (lambda: 1.0)
+        config = describe(self.reduction, "gradient") | {
+            "auto": repr(wire.auto), "seed": repr(seed), "nonfinite": repr(nonfinite),
+            "scaler": "none" if scale is None else "one", "shards": repr(world(shard_group)[0] if shard_group else 1),
+        }  # fmt: skip
+        check_agreement("thinwire", config | describe_parameters(self.parameters), group)
+        if nonfinite not in NONFINITE:  # asked after they agreed: a rank that leaves earlier lets the others wait
+            raise UsageError(f"nonfinite = {nonfinite!r}: allowed are {', '.join(NONFINITE)}")
         if not self.parameters:
             raise UsageError("no parameter requires a gradient: there is nothing to reduce")
-        self.reduction = Wire.of(wire).gradient or Reduction(Dense())
-        self.loss_scale = scale or (lambda: 1.0)
-        config = describe(self.reduction, "gradient") | {"seed": repr(seed)}
-        check_agreement("thinwire", config | describe_parameters(self.parameters), group)
         self.size, self.rank = world(group)
         own = twin(group) if self.size > 1 else None
         shards = twin(shard_group) if shard_group is not None and world(shard_group)[0] > 1 else None

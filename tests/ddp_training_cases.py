@@ -16,6 +16,7 @@ import thinwire as tw
 from thinwire.collectives import OkTopk
 from thinwire.data_parallel import auto_switch
 from thinwire.data_parallel.ddp import CompressedDDP
+from thinwire.data_parallel.reducer import Reducer
 from thinwire.parallel import compress_ddp
 
 
@@ -184,6 +185,58 @@ def exception_in_the_bracket_drops_the_step() -> None:
     check(changed(), "kept, but nothing changed")
 
 
+def exception_on_one_rank_drops_the_step_on_all() -> None:
+    """Before, within and after its pass; ages of thresholds and regions, which decide what is sent, stay equal."""
+    net = Net()
+    reducer = Reducer(net.named_parameters(), SPARSE)
+    for step, place in enumerate(("none", "before", "within", "after", "second", "none", "none", "none")):
+        before, skips = reducer.state_dict(), reducer.skips
+        try:
+            with reducer.step():
+                for each in range(2):
+                    _raise_if(place == "before" or (place == "second" and each == 1))
+                    backward(net, 2 * step + each)
+                    reducer.ready(reducer.units[-1])
+                    _raise_if(place == "within")
+                    reducer.finish()
+                _raise_if(place == "after")
+        except KeyError as error:
+            check("on purpose" in str(error), f"{place}: raised was {error}")
+        dropped = place != "none"
+        check(reducer.skipped == dropped and reducer.skips == skips + dropped, f"{place}: skipped is {reducer.skipped}")
+        after = reducer.state_dict()
+        changed = [
+            n for n in after if not n.endswith("/step") and not torch.equal(before.get(n, after[n] + 1), after[n])
+        ]
+        check(bool(changed) != dropped, f"{place}: changed {changed[:2]}")
+        ages = {n.partition("/")[2]: v for n, v in after.items() if n.endswith(("/age", "/step"))}
+        check_ranks_agree(f"{place}: ages", ages)
+    check_ranks_agree("gradients", gradients(net))
+    reducer.close()
+
+
+def _raise_if(condition: bool) -> None:
+    """On the last rank."""
+    if condition and dist.get_rank() == dist.get_world_size() - 1:
+        raise KeyError("on purpose")
+
+
+def exception_around_backward_drops_the_step_on_all() -> None:
+    """Not before the second step, in which DDP's own forward agrees on new buckets."""
+    model = wrap()
+    handle = compress_ddp(model, SPARSE)
+    for step, place in enumerate(("none", "none", "before", "none", "after", "none")):
+        try:
+            with handle.step():
+                _raise_if(place == "before")
+                backward(model, step)
+                _raise_if(place == "after")
+        except KeyError:
+            pass
+        check(handle.skipped == (place != "none"), f"{place}: skipped is {handle.skipped}")
+    check_ranks_agree("gradients", gradients(model))
+
+
 def warmup_is_exact_and_ends() -> None:
     model = wrap()
     handle = compress_ddp(model, tw.Wire(gradient=tw.Reduction(OkTopk(0.02), warmup=2)))
@@ -282,6 +335,8 @@ CASES = [
     grad_scaler_skips_the_step_that_overflows_on_one_rank, unused_branch_keeps_its_gradient_and_residual,
     static_graph_changes_no_bit, layer_frozen_in_mid_run_keeps_its_residual,
     wrapping_again_with_more_parameters_keeps_residuals, nan_on_one_rank_is_rolled_back_by_all,
-    exception_in_the_bracket_drops_the_step, warmup_is_exact_and_ends, auto_turns_compression_off_where_it_loses,
-    auto_keeps_compression_where_it_wins, auto_skips_nan_in_exact_passes_too, error_on_the_thread_is_raised_by_backward,
+    exception_in_the_bracket_drops_the_step, exception_on_one_rank_drops_the_step_on_all,
+    exception_around_backward_drops_the_step_on_all, warmup_is_exact_and_ends,
+    auto_turns_compression_off_where_it_loses, auto_keeps_compression_where_it_wins,
+    auto_skips_nan_in_exact_passes_too, error_on_the_thread_is_raised_by_backward,
 ]  # fmt: skip

@@ -5,7 +5,9 @@ of a bucket is done when the pass is: backward still overlaps with the exchange,
 (No `from __future__ import annotations` here: DDP refuses hooks whose annotations are strings.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,16 @@ class CompressedDDP(Handle):
         self.arrived = 0  # parameters of this pass
         self.all_reduces: list[torch.futures.Future[list[Tensor]]] = []  # of this pass, where it is plain
         self.plain = False  # this pass goes through DDP's own all-reduce
+
+    @contextmanager
+    def step(self, ids: Sequence[int] | None = None, train: bool = True) -> Iterator[Self]:
+        """As Handle.step; a backward that an exception broke off is forgotten."""
+        try:
+            with super().step(ids, train):
+                yield self
+        finally:
+            self.arrived = 0
+            self.pending.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's residuals, shifts and thresholds, under names that hold its rank (for torch's checkpoints)."""

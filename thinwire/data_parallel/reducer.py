@@ -14,8 +14,10 @@ Two words, used so everywhere in this room:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +28,17 @@ from thinwire.collectives.groups import Group, twin, world
 from thinwire.config.wire import Reduction, Wire, WireLike
 from thinwire.data_parallel.checkpoint import RankState
 from thinwire.data_parallel.exchange import Exchange
-from thinwire.data_parallel.gradient_pass import Deliver, Failed, Means, Pass, PassSetup, StepState
+from thinwire.data_parallel.gradient_pass import Deliver, Failed, Means, Pass, PassSetup
 from thinwire.data_parallel.gradient_units import Unit
 from thinwire.data_parallel.parameters import describe_parameters, trainable_parameters
 from thinwire.data_parallel.precompile import precompile_averaging
+from thinwire.data_parallel.step_state import StepState
 from thinwire.distributed.config_check import check_agreement, describe
 from thinwire.distributed.summary import Summary
 from thinwire.distributed.thread import CommunicationThread
 from thinwire.errors import UsageError
 
+log = logging.getLogger("thinwire")
 NONFINITE = ("nan", "zero")  # what gradients are after a step that was rolled back
 
 
@@ -82,13 +86,13 @@ class Reducer:
         self.exchange = Exchange(shapes, self.reduction, own, seed)
         self.thread = CommunicationThread("thinwire gradients")
         self.checkpoint = RankState(self.exchange, self.rank, self.size)
-        self.step_state = StepState(self.exchange)
+        agreeing = tuple(g for g in (own, shards) if g is not None)
+        self.step_state = StepState(self.exchange, agreeing, next(iter(self.parameters.values())).device)
         self.setup = PassSetup(
             parameters=self.parameters,
             places={name: (unit, span, shape) for unit in self.units for name, span, shape in unit.spans()},
             dtype=_buffer_dtype(self.parameters.values()),
-            exchange=self.exchange, thread=self.thread, step=self.step_state, ranks=self.size,
-            agreeing=tuple(g for g in (own, shards) if g is not None), nonfinite=nonfinite,
+            exchange=self.exchange, thread=self.thread, step=self.step_state, ranks=self.size, nonfinite=nonfinite,
         )  # fmt: skip
         self.current_pass: Pass | None = None
         self.exact = False
@@ -178,14 +182,35 @@ class Reducer:
 
     @contextmanager
     def step(self) -> Iterator[Reducer]:
-        """State written inside is kept or dropped as a whole, by all ranks together; an exception drops it."""
+        """State written inside is kept or dropped as a whole, by all ranks together.
+
+        An exception on one rank drops it on all: the others learn of it before their next pass or at the end of the
+        step, where `skipped` is then true. Where the exchange itself is broken they cannot be told, and run into the
+        time-out of their group.
+        """
         with self.step_state.bracket():
             try:
                 yield self
-                self.thread.wait()
             except BaseException:
-                self.current_pass = None
+                self._give_up_step()
                 raise
+            self.thread.wait()
+            self.thread.submit(partial(self.step_state.announce_end, False))
+            self.thread.wait()
+
+    def _give_up_step(self) -> None:
+        """Tell the other ranks, after what is under way. The exception that is being raised is the one to see."""
+        giving_up, self.current_pass = self.current_pass, None
+        if self.thread.broken:
+            log.warning("thinwire: the exchange broke, so the other ranks cannot be told: they wait for their time-out")
+            return
+        try:
+            if giving_up is not None:
+                giving_up.give_up()
+            self.thread.submit(partial(self.step_state.announce_end, True))
+            self.thread.wait()
+        except Exception as error:
+            log.warning("thinwire: the other ranks could not be told that this step is dropped here: %s", error)
 
     def fail_step(self) -> None:
         """Roll the bracketed step back when it ends. To be called on all ranks."""
@@ -207,7 +232,7 @@ class Reducer:
 
     def maximum(self, values: Tensor) -> Tensor:
         """Entry by entry over all ranks on which a step counts or does not, in place."""
-        return self.setup.maximum(values)
+        return self.step_state.maximum(values)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's residuals, shifts and thresholds, under names that hold its rank (for torch's checkpoints)."""

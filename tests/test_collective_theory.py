@@ -102,6 +102,23 @@ def test_mean_of_finite_values_is_finite_with_the_same_digits(name, size, seed, 
 # --- selection
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_no_more_than_the_non_zeros_are_sent(dtype):
+    """Of any type: a half-precision threshold may not become zero."""
+
+    def work(rank: int) -> tuple[bool, list[int]]:
+        u = torch.zeros(200, dtype=dtype)
+        u[3 + rank :: 40] = 1.5
+        state: dict[str, torch.Tensor] = {}
+        means = [c.OkTopk(1.0).exchange(u, state=state)[0] for _ in range(3)]
+        expected = torch.zeros(200, dtype=dtype)
+        expected[3::40] += 0.75
+        expected[4::40] += 0.75
+        return all(torch.equal(mean, expected) for mean in means), state["selected"].tolist()
+
+    assert run(2, work)[0] == [(True, [5, 10])] * 2
+
+
 def padded(flat, low, room):
     """As on a card."""
     index, values = torch.empty(room, dtype=torch.int64), flat.new_empty(room)

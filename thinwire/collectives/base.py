@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.groups import Group
@@ -42,6 +43,10 @@ class Collective:
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Collective:
         """This collective for the flat concatenation of several tensors; the same, where shapes mean nothing to it."""
         return self
+
+    def leave_groups(self, group: Group) -> list[dist.ProcessGroup]:
+        """Groups that this collective made of members of `group`, which are forgotten: for the caller to destroy."""
+        return []
 
     def finish_step(self, states: list[State], numels: list[int], group: Group = None) -> None:
         """Once per step, after its last exchange: what is decided over all units. states: the units' states, changed

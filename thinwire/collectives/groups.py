@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.torch_private.groups import known_groups, timeout_of
+from thinwire.torch_private.groups import is_known, known_groups, timeout_of
 
 BUCKET = 4  # peers a message is exchanged with before those of the next are waited for
 
@@ -111,6 +111,12 @@ def subgroup(members: Sequence[int], group: dist.ProcessGroup, options: object =
     """
     ranks = dist.get_process_group_ranks(group)
     return new_group([ranks[m] for m in members], group, options)
+
+
+def destroy(group: dist.ProcessGroup) -> None:
+    """Free the threads and connections of a group, unless torch.distributed has been left already."""
+    if dist.is_initialized() and is_known(group):
+        dist.destroy_process_group(group)
 
 
 def agree_on_any(mine: bool, group: Group, device: torch.device) -> bool:

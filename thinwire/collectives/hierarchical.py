@@ -105,6 +105,13 @@ class Hierarchical(Collective):
         self._finish(self.inside, "inside/", states, numels, host_group)
         self._finish(self.across, "across/", states, slices, peer_group)
 
+    def leave_groups(self, group: Group) -> list[dist.ProcessGroup]:
+        if is_alone(group):
+            return []
+        made = self.groups.pop(explicit(unmetered(group)), ())
+        inner = [g for one, level in zip((self.inside, self.across), made) for g in one.leave_groups(level)]
+        return [*inner, *made]
+
     def _finish(
         self, collective: Collective, prefix: str, states: list[State], numels: list[int], group: Metered
     ) -> None:

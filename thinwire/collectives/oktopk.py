@@ -32,7 +32,8 @@ SCOPES = ("unit", "model")
 class OkTopk(Collective):
     """Wire steps of one exchange:
 
-    1. local: the k entries of largest |u|, found among the candidates that pass a predicted threshold
+    1. local: the k entries of largest |u|, found among the candidates that pass a predicted threshold; of fewer
+       non-zeros all
     2. every τ steps: all-reduce the index histogram, cut P regions of equal load; choose the owner shift
     3. all-gather the P×P counts
     4. swap: each region's entries to its owner, in rotation; the owner adds what arrived
@@ -81,6 +82,9 @@ class OkTopk(Collective):
             k = int(state.get("share", k))
         # 1. this member's k largest
         picked = thresholds.pick(flat, k, state)
+        if float(state["seen_l"][0]) <= thresholds.SMALLEST:  # fewer than k may not be zero
+            keep = torch.nonzero(picked[1]).reshape(-1)
+            picked = picked[0][keep], picked[1][keep]
         # 2. regions and their owners
         if "bounds" not in state or age % self.tau == 0 or state["bounds"].numel() != size + 1:
             self._cut_regions(picked[0], n, state, group)

@@ -20,7 +20,7 @@ from thinwire.data_parallel.handle import Handle, LossScaler
 from thinwire.data_parallel.parameters import sparse_gradient
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.errors import UsageError
-from thinwire.torch_private.ddp import hook_state
+from thinwire.torch_private.ddp import hook_state, leave_hooks_behind
 
 
 class CompressedDDP(Handle):
@@ -39,6 +39,7 @@ class CompressedDDP(Handle):
         self.pending: list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]] = []  # of this pass
         self.arrived = 0  # parameters of this pass
         self.all_reduces: list[torch.futures.Future[list[Tensor]]] = []  # of this pass, where it is plain
+        self.residual_loaded = False  # an exact wire has to send it first, through the units
         self.plain = False  # this pass goes through DDP's own all-reduce
 
     @contextmanager
@@ -58,6 +59,7 @@ class CompressedDDP(Handle):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """What state_dict gave on this rank, or, from another number of ranks, on all of them (`read_state`)."""
         self._load(state)
+        self.residual_loaded = True
 
     # --- called by DDP during backward
 
@@ -67,8 +69,8 @@ class CompressedDDP(Handle):
         if buffer.is_sparse:
             raise sparse_gradient(self.names[id(bucket.parameters()[0])], buffer)
         if self.arrived == 0:
-            exact = self.auto is not None and self.auto.begin_pass()
-            self.plain = exact and self.one_device and not self.reducer.bracketed
+            self.reducer.check_usable()
+            self.plain = self._is_plain()
         self.arrived = (self.arrived + len(bucket.parameters())) % len(self.names)
         if self.plain:
             return self._all_reduce(bucket)
@@ -79,6 +81,14 @@ class CompressedDDP(Handle):
         self.reducer.put_all(gradients, self._deliver, self._fail)
         return future
 
+    def _is_plain(self) -> bool:
+        """Will DDP's own all-reduce do for the pass that begins? Where it is exact, and no residual is left."""
+        if self.auto is not None:
+            exact = self.auto.begin_pass()
+        else:
+            exact = not self.reducer.exchange.compressed and not self.residual_loaded
+        return exact and self.one_device and not self.reducer.bracketed
+
     def _deliver(self, means: Means) -> None:
         """The means into DDP's buckets; what nobody used stays as it is, and DDP leaves its .grad alone."""
         for bucket, _ in self.pending:
@@ -86,6 +96,8 @@ class CompressedDDP(Handle):
                 mean = means[self.names[id(parameter)]]
                 if mean is not None:
                     gradient.copy_(mean.view(gradient.shape))
+        if not self.reducer.skipped and not self.reducer.bracketed:
+            self.residual_loaded = False
         self._complete()
 
     def _fail(self, error: BaseException) -> None:
@@ -185,4 +197,5 @@ def compress_ddp(
     reducer = Reducer(named, wire, model.process_group, seed=seed, nonfinite=nonfinite, scale=scale)
     handle = CompressedDDP(model, reducer, wire.auto)
     model.register_comm_hook(handle, _hook)
+    leave_hooks_behind(model)
     return handle

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import is_finite
-from thinwire.collectives.groups import Group, Metered, agree_on_any, unmetered, world
+from thinwire.collectives.groups import ALONE, Group, Metered, agree_on_any, unmetered, world
 from thinwire.collectives.sums import exact_mean
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Shape, Unit, make_units
@@ -115,11 +115,14 @@ class Exchange:
             return None
         return means
 
+    def leave_group(self) -> None:
+        """Nothing more is sent: the group, which another may destroy now, is not held any longer."""
+        self.group = Metered(ALONE, self.sent)
+
     def count_plain(self, x: Tensor) -> None:
         """x is averaged by the backend's own all-reduce, past the units: it is sent all the same."""
-        size = world(self.group)[0]
         self.averaged += x.numel()
-        self.group.sent += 2 * x.nbytes * (size - 1) // size
+        self.group.sent += 2 * x.nbytes * (self.size - 1) // self.size
 
     def finish_step(self) -> None:
         """Once all units of a step are through: what a collective decides over the whole model."""

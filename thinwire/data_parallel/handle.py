@@ -77,7 +77,8 @@ class Handle:
         self._logged_steps = summary.steps
 
     def close(self) -> None:
-        """End the communication thread; what was saved is logged."""
+        """End the communication thread and destroy its process groups; what was saved is logged. A backward that would
+        reduce is refused after it."""
         self.reducer.close()
         self.log_summary()
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from thinwire.codecs.base import is_finite
 from thinwire.collectives import Dense
-from thinwire.collectives.groups import Group, twin, world
+from thinwire.collectives.groups import Group, destroy, twin, world
 from thinwire.config.wire import Reduction, Wire, WireLike
 from thinwire.data_parallel.checkpoint import RankState
 from thinwire.data_parallel.exchange import Exchange
@@ -64,7 +64,9 @@ class Reducer:
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: WireLike, group: Group = None, *,
         seed: int = 0, nonfinite: str = "nan", scale: Callable[[], float] | None = None, shard_group: Group = None,
     ) -> None:  # fmt: skip
-        self.parameters = trainable_parameters(named_parameters)
+        everything = list(named_parameters)
+        self.parameters = trainable_parameters(everything)
+        self.frozen = {name: p for name, p in everything if not p.requires_grad}
         wire = Wire.of(wire)
         self.reduction = wire.gradient or Reduction(Dense())
         self.loss_scale = scale or (lambda: 1.0)
@@ -95,6 +97,7 @@ class Reducer:
             exchange=self.exchange, thread=self.thread, step=self.step_state, ranks=self.size, nonfinite=nonfinite,
         )  # fmt: skip
         self.current_pass: Pass | None = None
+        self.closed = False
         self.exact = False
 
     @property
@@ -143,11 +146,23 @@ class Reducer:
         Both are taken from the call that opens the pass.
         """
         if self.current_pass is None:
+            self.check_usable()
             self.current_pass = Pass(self.setup, float(self.loss_scale()), self._exact_pass(), deliver, failed)
         for name, gradient in gradients.items():
             self.current_pass.add(name, gradient)
         if deliver is not None and self.current_pass.is_complete:
             self.current_pass = None
+
+    def check_usable(self) -> None:
+        """UsageError where it was closed, or a parameter trains that did not when it was made: nobody averages it."""
+        if self.closed:
+            raise UsageError("thinwire was closed here: its gradients are averaged by nobody; attach it again")
+        for name, p in self.frozen.items():
+            if p.requires_grad:
+                raise UsageError(
+                    f"{name} trains now and did not when thinwire was attached, so nobody averages it: wrap and attach "
+                    "again after thawing (load_state_dict carries residuals over)"
+                )
 
     def ready(self, unit: Unit) -> None:
         """The unit's .grad are complete: exchange it while others are still computed."""
@@ -243,8 +258,13 @@ class Reducer:
         self.checkpoint.load_state_dict(state)
 
     def close(self) -> None:
-        """End the thread. The process group is torch's to destroy."""
+        """End the thread, and destroy the process groups that were made here. No pass is possible after it."""
+        self.closed = True
         self.thread.close()
+        for group in (*self.step_state.agreeing, *self.reduction.collective.leave_groups(self.exchange.group)):
+            destroy(group)
+        self.step_state.agreeing = ()
+        self.exchange.leave_group()
 
 
 def _buffer_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:

@@ -10,13 +10,18 @@ from torch.distributed import distributed_c10d
 from thinwire.torch_private.versions import require
 
 require("process groups", distributed_c10d, "_world", "_get_default_store", "_get_default_group")
-require("process groups", type(distributed_c10d._world), "pg_names")
+require("process groups", type(distributed_c10d._world), "pg_map", "pg_names")
 require("process groups", dist.ProcessGroup, "_device_types", "_get_backend")
 
 
 def known_groups() -> int:
     """How many groups this rank knows: torch makes the name of a new group of that number."""
     return len(distributed_c10d._world.pg_names)
+
+
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Is it a group of now, not one that was destroyed?"""
+    return group in distributed_c10d._world.pg_map
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:

@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -103,7 +104,49 @@ def exact_wire_uses_the_plain_all_reduce() -> None:
     check(handle.skipped and not any(g.any() for g in gradients(model).values()), "a NaN was not skipped")
 
 
+class Damaged:
+    """A receive that flips a bit of what arrives."""
+
+    def __init__(self, work: dist.Work, message: torch.Tensor) -> None:
+        self.work, self.message = work, message
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.message[self.message.numel() // 3] ^= 4
+
+
+def flipped_bit_in_a_message_drops_the_step_on_all() -> None:
+    """On one rank, once; the next step is as if it had not been."""
+    post = dist.batch_isend_irecv
+    two_levels = tw.Wire(gradient=Hierarchical(Quantized(8), Quantized(4), per_host=dist.get_world_size()))
+    for wire in (SPARSE, "max", two_levels):
+        net, whole = Net(), Net()
+        reducer, other = Reducer(net.named_parameters(), wire), Reducer(whole.named_parameters(), wire)
+        left = [int(dist.get_rank() == 0)]  # messages to damage
+
+        def damaging(operations: list[dist.P2POp], left: list[int] = left) -> list[Damaged | dist.Work]:
+            works: list[Damaged | dist.Work] = list(post(operations))
+            for place, operation in enumerate(operations):
+                if left[0] and operation.op is dist.irecv:
+                    works[place], left[0] = Damaged(works[place], operation.tensor), 0
+            return works
+
+        backward(net, 0)
+        with mock.patch.object(dist, "batch_isend_irecv", damaging):
+            check(not reducer.finish(), f"{wire}: the damage was not found")
+        check(not left[0], f"{wire}: no message was damaged, so nothing was tested")
+        check(all(p.grad.isnan().all() for p in net.parameters()), f"{wire}: gradients are not NaN")
+        check(reducer.skips == 1, f"{wire}: {reducer.skips} skips")
+        backward(net, 1)
+        backward(whole, 1)
+        other.exchange.count_step()
+        check(reducer.finish() and other.finish(), f"{wire}: the next step was dropped too")
+        check_equal(f"{wire}: the next step", gradients(net), gradients(whole))
+        reducer.close()
+        other.close()
+
+
 CASES = [
     copies_of_an_attached_model_are_plain, closing_gives_back_threads_descriptors_and_groups,
-    thawed_parameter_is_refused, exact_wire_uses_the_plain_all_reduce,
+    flipped_bit_in_a_message_drops_the_step_on_all, thawed_parameter_is_refused, exact_wire_uses_the_plain_all_reduce,
 ]  # fmt: skip

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.transit import Transit, checksum_of
 from thinwire.torch_private.groups import is_known, known_groups, timeout_of
 
 BUCKET = 4  # peers a message is exchanged with before those of the next are waited for
@@ -29,11 +31,20 @@ ALONE = Alone()
 class Metered:
     """A process group that counts the payload bytes this member sends over it; taken wherever a group is.
 
-    group: the process group itself. sent: bytes so far.
+    group: the process group itself. sent: bytes so far. transit: keeps checksums of messages, if any. members: of this
+    group by their rank, as transit numbers them; None: the same.
     """
 
     group: dist.ProcessGroup | Alone | None
     sent: int = 0
+    transit: Transit | None = None
+    members: Sequence[int] | None = None
+
+    def note(self, source: int, to: int, total: Tensor) -> None:
+        """A message with that checksum went from rank `source` to rank `to`."""
+        if self.transit is not None:
+            members = self.members or range(self.transit.size)
+            self.transit.add(members[source], members[to], total)
 
 
 Group = dist.ProcessGroup | Metered | Alone | None  # None: torch's default group
@@ -119,15 +130,6 @@ def destroy(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def agree_on_any(mine: bool, group: Group, device: torch.device) -> bool:
-    """Is it so on any member? Not counted as sent."""
-    if world(group)[0] == 1:
-        return mine
-    flag = torch.tensor([mine], dtype=torch.uint8, device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=unmetered(group))
-    return bool(flag)
-
-
 def gather(x: Tensor, group: Group) -> list[Tensor]:
     """Every member's x, in rank order; all of one shape and dtype."""
     size, _ = world(group)
@@ -136,7 +138,27 @@ def gather(x: Tensor, group: Group) -> list[Tensor]:
     out = [torch.empty_like(x) for _ in range(size)]
     count_sent(group, x.nbytes * (size - 1))
     dist.all_gather(out, x.contiguous(), group=unmetered(group))
+    if is_checked(group):
+        _note_all(group, [x] * size, out)
     return out
+
+
+def is_checked(group: Group) -> TypeGuard[Metered]:
+    """Are checksums of messages kept?"""
+    return isinstance(group, Metered) and group.transit is not None
+
+
+def _note_all(group: Metered, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
+    """Messages to every member and from every member, in the order of members; empty ones are not sent."""
+    size, rank = world(group)
+    totals: dict[int, Tensor] = {}  # one message may go to many
+    for member in range(size):
+        if member != rank and outgoing[member].numel():
+            message = outgoing[member]
+            totals.setdefault(id(message), checksum_of(message))
+            group.note(rank, member, totals[id(message)])
+        if member != rank and incoming[member].numel():
+            group.note(member, rank, checksum_of(incoming[member]))
 
 
 def arriving(outgoing: list[Tensor], sizes: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
@@ -172,6 +194,8 @@ def arriving(outgoing: list[Tensor], sizes: list[int], group: Group) -> Iterator
             work.wait()
         for source in sources:
             yield source, incoming[source]
+    if is_checked(group):
+        _note_all(group, outgoing, incoming)
 
 
 def swap(outgoing: list[Tensor], sizes: list[int], group: Group) -> list[Tensor]:

@@ -134,7 +134,12 @@ class Hierarchical(Collective):
             peer_group = subgroup(range(place, size, self.per_host), everybody)
             self.groups[everybody] = host_group, peer_group
         host_group, peer_group = self.groups[everybody]
-        return Metered(host_group), Metered(peer_group)
+        transit = group.transit if isinstance(group, Metered) else None
+        host, place = divmod(rank, self.per_host)
+        return (
+            Metered(host_group, 0, transit, range(host * self.per_host, (host + 1) * self.per_host)),
+            Metered(peer_group, 0, transit, range(place, size, self.per_host)),
+        )
 
 
 def _cut(state: State, prefix: str) -> State:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs.base import is_finite
-from thinwire.collectives.groups import ALONE, Group, Metered, agree_on_any, unmetered, world
+from thinwire.collectives.groups import ALONE, Group, Metered, unmetered, world
 from thinwire.collectives.sums import exact_mean
+from thinwire.collectives.transit import Transit
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Shape, Unit, make_units
 from thinwire.distributed.summary import Summary
@@ -30,8 +32,9 @@ class Exchange:
 
     def __init__(self, shapes: Mapping[str, Shape], reduction: Reduction, group: Group = None, seed: int = 0) -> None:
         self.reduction = reduction
-        self.group = Metered(unmetered(group))
-        self.size = world(group)[0]  # known also after the group is destroyed
+        self.size, rank = world(group)  # known also after the group is destroyed
+        self.transit = Transit(self.size, rank)
+        self.group = Metered(ALONE if self.size == 1 else unmetered(group), transit=self.transit)
         self.units = make_units(shapes, reduction)
         self.channels = {
             unit: Channel(
@@ -110,10 +113,21 @@ class Exchange:
                 means[unit] = self.reduce(unit, x, exact)
             except InvalidExchange:
                 invalid = True
-        if self.units and agree_on_any(invalid, self.group, x.device):
+        if self.units and self.agree(torch.tensor([invalid], dtype=torch.uint8, device=x.device)).any():
             self.rollback()
             return None
         return means
+
+    def agree(self, flags: Tensor) -> Tensor:
+        """uint8[…]: the maximum of every flag over the ranks. The first is also set where a message since the last
+        agreement did not arrive as it was sent."""
+        if self.size == 1:
+            return flags
+        both = torch.cat((flags, self.transit.table(flags.device)))
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=unmetered(self.group))
+        agreed, tables = both[: flags.numel()], both[flags.numel() :]
+        agreed[0] |= ~self.transit.is_intact(tables)
+        return agreed
 
     def leave_group(self) -> None:
         """Nothing more is sent: the group, which another may destroy now, is not held any longer."""

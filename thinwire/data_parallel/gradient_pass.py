@@ -174,7 +174,7 @@ class Pass:
             return True, set(names) - self.used
         flags = torch.tensor([not self.finite, *(name in self.used for name in names)], dtype=torch.uint8)
         device = next(iter(self.unit_means.values())).device
-        skipped, *used = self.setup.step.maximum(flags.to(device)).tolist()
+        skipped, *used = self.setup.step.agree(flags.to(device)).tolist()
         return bool(skipped), {name for name, flag in zip(names, used) if not flag}
 
     def _mean(self, name: str, skipped: bool, unused: bool) -> Tensor | None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from thinwire.codecs.base import is_finite
 from thinwire.collectives import Dense
-from thinwire.collectives.groups import Group, destroy, twin, world
+from thinwire.collectives.groups import ALONE, Group, destroy, twin, world
 from thinwire.config.wire import Reduction, Wire, WireLike
 from thinwire.data_parallel.checkpoint import RankState
 from thinwire.data_parallel.exchange import Exchange
@@ -85,7 +85,7 @@ class Reducer:
         self.is_first = self.rank == 0 and (shards is None or world(shards)[1] == 0)  # of all ranks that agree
         precompile_averaging("gradients", self.reduction, self.parameters, self.size)
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        self.exchange = Exchange(shapes, self.reduction, own, seed)
+        self.exchange = Exchange(shapes, self.reduction, ALONE if own is None else own, seed)
         self.thread = CommunicationThread("thinwire gradients")
         self.checkpoint = RankState(self.exchange, self.rank, self.size)
         agreeing = tuple(g for g in (own, shards) if g is not None)

@@ -57,6 +57,13 @@ class StepState:
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
         return values
 
+    def agree(self, flags: Tensor) -> Tensor:
+        """uint8[…]: the maximum of every flag; the first is also set where a message was damaged on its way."""
+        agreed = self.exchange.agree(flags)
+        for group in self.agreeing[self.exchange.size > 1 :]:  # the shards
+            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+        return agreed
+
     # --- passes
 
     def open(self) -> None:

@@ -198,7 +198,8 @@ def _odd_tensors(name: str, collective: Collective, unit_mb: float) -> None:
         alone(batch(step)).backward()
         model(batch(step)).backward()
         reducer.finish()
-        check_equal(f"{name}, units of {unit_mb} MB", gradients(model), gradients(alone))
+        tolerance = 1e-5 if name == "dense" else 0.0  # DDP's own all-reduce divides first
+        check_equal(f"{name}, units of {unit_mb} MB", gradients(model), gradients(alone), tolerance)
         if name == "dense":
             sum(mean(batch(step, rank)) / size for rank in range(size)).backward()
             check_equal("mean", gradients(alone), gradients(mean), 1e-5)

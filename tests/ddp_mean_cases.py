@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from ddp_support import SPARSE, Net, backward, batch, dense, gradients, loss_of, wrap
-from rank_cases import check, check_equal, refused
+from rank_cases import check, check_equal, check_ranks_agree, refused
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
 from thinwire.collectives import Collective, Dense, LowRank, OkTopk, Quantized
-from thinwire.collectives.groups import gather, new_group
+from thinwire.collectives.groups import gather, new_group, subgroup, twin, unmetered
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.parallel import compress_ddp
+from thinwire.torch_private.groups import timeout_of
 from thinwire.train.tune.links import exchanges
 
 ALL_VALUES = tw.Wire(gradient=tw.Reduction(OkTopk(1.0), exact_dims=0))
@@ -117,6 +119,19 @@ def group_of_ranks_that_know_unlike_many_groups() -> None:
     check(int(total) == (3 if rank < 2 else rank + 1), f"the pair's sum is {int(total)}")
 
 
+def own_groups_wait_as_long_as_their_parents() -> None:
+    size, rank, timeout = dist.get_world_size(), dist.get_rank(), timedelta(seconds=12)
+    parent = dist.new_group(list(range(size)), timeout=timeout)
+    reducer = Reducer(Net().named_parameters(), SPARSE, parent)
+    made = {
+        "twin": twin(parent), "new_group": new_group([rank], parent), "subgroup": subgroup([rank], parent),
+        "a reducer's": unmetered(reducer.exchange.group),
+    }  # fmt: skip
+    for name, group in made.items():
+        check(timeout_of(group) == timeout, f"{name} waits {timeout_of(group)}")
+    reducer.close()
+
+
 def several_models_and_groups_do_not_mix() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     first = size // 2 or 1  # ranks of the first group
@@ -183,7 +198,8 @@ def _odd_tensors(name: str, collective: Collective, unit_mb: float) -> None:
         alone(batch(step)).backward()
         model(batch(step)).backward()
         reducer.finish()
-        check_equal(f"{name}, units of {unit_mb} MB", gradients(model), gradients(alone))
+        tolerance = 1e-5 if name == "dense" else 0.0  # DDP's own all-reduce divides first
+        check_equal(f"{name}, units of {unit_mb} MB", gradients(model), gradients(alone), tolerance)
         if name == "dense":
             sum(mean(batch(step, rank)) / size for rank in range(size)).backward()
             check_equal("mean", gradients(alone), gradients(mean), 1e-5)
@@ -223,11 +239,56 @@ def all_reduce_with_its_state_in_our_hands_equals_the_reducer() -> None:
         tw.all_reduce({"x": bad}, SPARSE, None, state)
 
 
+def finite_gradients_whose_sum_overflows_have_a_finite_mean() -> None:
+    """As under plain DDP, which divides first."""
+    for wire in ("off", "safe", "max", "paper-oktopk", tw.Wire(gradient=LowRank(2)), SPARSE):
+        parameter = nn.Parameter(torch.zeros(40, 30))
+        reducer = Reducer([("x", parameter)], wire)
+        parameter.grad = torch.full((40, 30), 3e38)
+        good = reducer.finish()
+        mean = parameter.grad
+        if wire != tw.Wire(gradient=LowRank(2)):  # whose factors leave the range: one rollback everywhere
+            most = mean.abs().max()
+            check(good and 2.8e38 < most < 3.3e38, f"{wire}: {'kept' if good else 'dropped'}, {most}")
+        else:
+            check(not good and mean.isnan().all(), f"{wire}: {'kept' if good else 'dropped'}, {mean[0, :3]}")
+        parameter.grad = torch.ones(40, 30)
+        check(reducer.finish() and parameter.grad.isfinite().all(), f"{wire}: the next step is not finite")
+        check_ranks_agree(f"{wire}", {"mean": parameter.grad})
+        reducer.close()
+
+
+def value_beyond_the_codec_on_one_rank_drops_the_step_on_all() -> None:
+    """1e5 is finite, and too large for fp16; likewise a mean too large for the parameter's type."""
+    wire = tw.Wire(gradient=tw.Reduction(tw.collectives.TwoHop(tw.codecs.Cast("fp16")), exact_dims=0))
+    for collective in (wire, tw.collectives.Gather(tw.codecs.Cast("fp16"))):
+        parameter = nn.Parameter(torch.zeros(40, 30))
+        reducer = Reducer([("x", parameter)], collective)
+        parameter.grad = torch.full((40, 30), 1e5 if dist.get_rank() == 0 else 1.0)
+        check(not reducer.finish(), f"{collective}: was not dropped")
+        check(parameter.grad.isnan().all(), f"{collective}: {parameter.grad[0, :3]}")
+        parameter.grad = torch.ones(40, 30)
+        check(reducer.finish() and torch.equal(parameter.grad, torch.ones(40, 30)), f"{collective}: {parameter.grad}")
+        reducer.close()
+        with refused("left the range", ValueError):
+            tw.all_reduce({"x": torch.full((40, 30), 1e5 if dist.get_rank() == 0 else 1.0)}, collective)
+    half = nn.Parameter(torch.zeros(40, 30, dtype=torch.float16))
+    reducer = Reducer([("x", half)], SPARSE)
+    for step in range(3):
+        half.grad = torch.full_like(half, 6e4)
+        good = reducer.finish()
+        check(good == bool(half.grad.isfinite().all()), f"step {step} of fp16: good is {good}, {half.grad[0, :3]}")
+    check(reducer.skips > 0, "no mean was too large for fp16, so nothing was tested")
+    reducer.close()
+
+
 CASES = [
     exact_wire_gives_the_mean_of_plain_ddp, selecting_all_values_gives_the_dense_mean,
     ddp_buckets_and_reducer_give_the_same_bits, order_in_which_units_are_ready_changes_no_bit,
     mean_and_residuals_conserve_the_gradients_sum, accumulated_backwards_are_exchanged_once,
-    group_of_ranks_that_know_unlike_many_groups, several_models_and_groups_do_not_mix, excluded_parameters_stay_exact,
+    group_of_ranks_that_know_unlike_many_groups, own_groups_wait_as_long_as_their_parents,
+    several_models_and_groups_do_not_mix, excluded_parameters_stay_exact,
     parameters_of_every_form_alone_in_a_unit_or_not, parameters_of_every_form_are_measured,
+    finite_gradients_whose_sum_overflows_have_a_finite_mean, value_beyond_the_codec_on_one_rank_drops_the_step_on_all,
     empty_parameter_is_reduced_like_any, all_reduce_with_its_state_in_our_hands_equals_the_reducer,
 ]  # fmt: skip

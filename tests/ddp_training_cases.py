@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,6 +16,7 @@ import thinwire as tw
 from thinwire.collectives import OkTopk
 from thinwire.data_parallel import auto_switch
 from thinwire.data_parallel.ddp import CompressedDDP
+from thinwire.data_parallel.reducer import Reducer
 from thinwire.parallel import compress_ddp
 
 
@@ -183,6 +185,58 @@ def exception_in_the_bracket_drops_the_step() -> None:
     check(changed(), "kept, but nothing changed")
 
 
+def exception_on_one_rank_drops_the_step_on_all() -> None:
+    """Before, within and after its pass; ages of thresholds and regions, which decide what is sent, stay equal."""
+    net = Net()
+    reducer = Reducer(net.named_parameters(), SPARSE)
+    for step, place in enumerate(("none", "before", "within", "after", "second", "none", "none", "none")):
+        before, skips = reducer.state_dict(), reducer.skips
+        try:
+            with reducer.step():
+                for each in range(2):
+                    _raise_if(place == "before" or (place == "second" and each == 1))
+                    backward(net, 2 * step + each)
+                    reducer.ready(reducer.units[-1])
+                    _raise_if(place == "within")
+                    reducer.finish()
+                _raise_if(place == "after")
+        except KeyError as error:
+            check("on purpose" in str(error), f"{place}: raised was {error}")
+        dropped = place != "none"
+        check(reducer.skipped == dropped and reducer.skips == skips + dropped, f"{place}: skipped is {reducer.skipped}")
+        after = reducer.state_dict()
+        changed = [
+            n for n in after if not n.endswith("/step") and not torch.equal(before.get(n, after[n] + 1), after[n])
+        ]
+        check(bool(changed) != dropped, f"{place}: changed {changed[:2]}")
+        ages = {n.partition("/")[2]: v for n, v in after.items() if n.endswith(("/age", "/step"))}
+        check_ranks_agree(f"{place}: ages", ages)
+    check_ranks_agree("gradients", gradients(net))
+    reducer.close()
+
+
+def _raise_if(condition: bool) -> None:
+    """On the last rank."""
+    if condition and dist.get_rank() == dist.get_world_size() - 1:
+        raise KeyError("on purpose")
+
+
+def exception_around_backward_drops_the_step_on_all() -> None:
+    """Not before the second step, in which DDP's own forward agrees on new buckets."""
+    model = wrap()
+    handle = compress_ddp(model, SPARSE)
+    for step, place in enumerate(("none", "none", "before", "none", "after", "none")):
+        try:
+            with handle.step():
+                _raise_if(place == "before")
+                backward(model, step)
+                _raise_if(place == "after")
+        except KeyError:
+            pass
+        check(handle.skipped == (place != "none"), f"{place}: skipped is {handle.skipped}")
+    check_ranks_agree("gradients", gradients(model))
+
+
 def warmup_is_exact_and_ends() -> None:
     model = wrap()
     handle = compress_ddp(model, tw.Wire(gradient=tw.Reduction(OkTopk(0.02), warmup=2)))
@@ -195,17 +249,63 @@ def warmup_is_exact_and_ends() -> None:
 
 def auto_turns_compression_off_where_it_loses() -> None:
     """On a clock on which compression loses; what residuals still owe is repaid by the exact steps."""
-    handle, model, sent, total = _trial(loses=True)
+    handle, _, sent, total = _trial(loses=True)
     check(not handle.compressing, "compression loses, yet it stayed on")
     check_equal("sum of all steps", sent, total, 1e-5)
-    handle.reducer.step_state.skipped = True  # as after a trial step with NaN
-    backward(model, 0)
-    check(not handle.skipped, "an exact step is called skipped")
 
 
 def auto_keeps_compression_where_it_wins() -> None:
     handle, _, _, _ = _trial(loses=False)
     check(handle.compressing, "compression wins, yet it was turned off")
+
+
+def auto_skips_nan_in_exact_passes_too() -> None:
+    """In its first pass, which is DDP's own all-reduce; in the pass that sends the residual; and after it has turned
+    itself off."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    for option in ("nan", "zero"):
+        model = wrap()
+        handle = compress_ddp(model, tw.Wire(gradient=SPARSE.gradient, auto=True), nonfinite=option)
+        plan, skips = handle.auto.plan, 0
+        passes = (0, plan.index("compressed") + auto_switch.LENGTH, len(plan) + 1)
+        with mock.patch.object(handle.auto, "_decide", partial(handle.reducer.use_exact, True)):
+            for step in range(len(plan) + 3):
+                model.zero_grad()
+                loss = loss_of(model, batch(step))
+                if step in passes and last:  # in one bucket only
+                    loss = loss + model.module.last.bias.sum() * (torch.nan if step else torch.inf)
+                loss.backward()
+                skips += step in passes
+                where = f"{option}, step {step}"
+                check(handle.skipped == (step in passes), f"{where}: skipped is {handle.skipped}")
+                check(handle.skips == skips, f"{where}: {handle.skips} skips, not {skips}")
+                flat = torch.cat([g.reshape(-1) for g in gradients(model).values() if g is not None])
+                if step in passes:
+                    check(flat.isnan().all() if option == "nan" else not flat.any(), f"{where}: {flat[:3]}")
+                if step == passes[1]:
+                    check(handle.auto.sending_residual, f"{where}: not the pass that sends the residual")
+                elif step == passes[1] + 1:
+                    left = [n for n, e in handle.state_dict().items() if "/e/" in n and e.any()]
+                    check(not left, f"{where}: the residual that was not sent stays: {left[:2]}")
+        made = handle.reducer.exchange.steps
+        check(made == len(plan) + 3, f"{option}: {made} steps were counted, not {len(plan) + 3}")
+        check_ranks_agree(option, gradients(model))
+
+
+def error_on_the_thread_is_raised_by_backward() -> None:
+    """In plain words on every rank, not as a failed conversion inside DDP."""
+    model = wrap()
+    handle = compress_ddp(model, SPARSE)
+
+    def broken(*_: object) -> Tensor:
+        raise ValueError("on purpose")
+
+    with mock.patch.object(handle.reducer.exchange, "reduce", broken):
+        try:
+            backward(model, 0)
+            check(False, "nothing was raised")
+        except RuntimeError as error:
+            check("could not exchange the gradients: on purpose" in str(error), f"raised was {error}")
 
 
 def _trial(loses: bool) -> tuple[CompressedDDP, nn.Module, dict[str, Tensor], dict[str, Tensor]]:
@@ -235,6 +335,8 @@ CASES = [
     grad_scaler_skips_the_step_that_overflows_on_one_rank, unused_branch_keeps_its_gradient_and_residual,
     static_graph_changes_no_bit, layer_frozen_in_mid_run_keeps_its_residual,
     wrapping_again_with_more_parameters_keeps_residuals, nan_on_one_rank_is_rolled_back_by_all,
-    exception_in_the_bracket_drops_the_step, warmup_is_exact_and_ends, auto_turns_compression_off_where_it_loses,
-    auto_keeps_compression_where_it_wins,
+    exception_in_the_bracket_drops_the_step, exception_on_one_rank_drops_the_step_on_all,
+    exception_around_backward_drops_the_step_on_all, warmup_is_exact_and_ends,
+    auto_turns_compression_off_where_it_loses, auto_keeps_compression_where_it_wins,
+    auto_skips_nan_in_exact_passes_too, error_on_the_thread_is_raised_by_backward,
 ]  # fmt: skip

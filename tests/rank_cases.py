@@ -130,7 +130,7 @@ def run_cases(cases: Sequence[Case], prepare: Case | None = None) -> Found:
     """What a rank runs: all cases in turn, after `prepare` in every new process group."""
     ranks, found, broken = Ranks(prepare), {}, 0
     torch.set_num_threads(1)  # all ranks share this machine's cores
-    with mock.patch.object(c10d, "default_pg_timeout", LIMIT):  # also of the groups that the library makes
+    with mock.patch.object(c10d, "default_pg_timeout", LIMIT):  # also of the groups that the cases make
         ranks.join()
         for number, case in enumerate(cases):
             name = name_of(case)

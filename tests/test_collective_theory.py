@@ -9,9 +9,12 @@ from itertools import product
 import pytest
 import torch
 from collective_cases import gradient
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from thread_group import run
 
 from thinwire import collectives as c
+from thinwire.codecs import Identity
 from thinwire.collectives import thresholds
 from thinwire.kernels import select
 
@@ -47,7 +50,7 @@ def test_batched_low_rank_equals_separate_exchanges():
 def test_batched_low_rank_sends_two_messages_for_all(monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "thinwire.collectives.lowrank.all_reduce", lambda x, group: calls.append(x.numel()) or x.clone()
+        "thinwire.collectives.lowrank.exact_mean", lambda x, group: calls.append(x.numel()) or x.clone()
     )
     zero = torch.zeros(sum(math.prod(s) for s in SHAPES))
     mean, own = c.LowRank(2).for_shapes(SHAPES).exchange(zero, state={})
@@ -66,7 +69,54 @@ def test_low_rank_takes_a_convolution_as_out_by_rest():
     assert state["q0"].shape == (36, 1)
 
 
+# --- sums that leave the range of their type
+
+IN_RANGE = {
+    "dense": c.Dense(), "gather": c.Gather(Identity()), "two hops": c.TwoHop(Identity()), "4 bits": c.Quantized(4),
+    "ok-topk": c.OkTopk(0.4), "ok-topk coded": c.OkTopk(0.4, values="int8", indices="coded"),
+    "topk-dsa": c.TopkDSA(0.4), "gtopk": c.GTopk(0.4), "topk all-gather": c.TopkAllgather(0.4),
+    "two levels": c.Hierarchical(c.Quantized(8), c.TopkDSA(0.9), per_host=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_RANGE)
+@given(size=st.sampled_from([2, 4]), seed=st.integers(0, 1000), exponent=st.integers(120, 126))
+@settings(max_examples=6, deadline=None)
+def test_mean_of_finite_values_is_finite_with_the_same_digits(name, size, seed, exponent):
+    """Times 2^120 and more, where sums overflow, every bit but the exponent is as it is for values around one."""
+    factor = 2.0**exponent
+
+    def work(rank: int) -> list[bool]:
+        g = torch.Generator().manual_seed(seed)
+        u = (1 + torch.rand(300, generator=g)) * torch.where(torch.rand(300, generator=g) < 0.8, 1.0, -1.0)
+        u = u + 0.01 * rank * torch.rand(300, generator=torch.Generator().manual_seed(rank))
+        u = torch.where(u.abs() < 1.999, u, 1.0)
+        collective = copy.deepcopy(IN_RANGE[name])  # two levels keep each member's own groups
+        usual = collective.exchange(u, state={}, seed=1)
+        large = collective.exchange(u * factor, state={}, seed=1)
+        return [torch.equal(a * factor, b) and bool(b.isfinite().all()) for a, b in zip(usual, large)]
+
+    assert run(size, work)[0] == [[True, True]] * size
+
+
 # --- selection
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_no_more_than_the_non_zeros_are_sent(dtype):
+    """Of any type: a half-precision threshold may not become zero."""
+
+    def work(rank: int) -> tuple[bool, list[int]]:
+        u = torch.zeros(200, dtype=dtype)
+        u[3 + rank :: 40] = 1.5
+        state: dict[str, torch.Tensor] = {}
+        means = [c.OkTopk(1.0).exchange(u, state=state)[0] for _ in range(3)]
+        expected = torch.zeros(200, dtype=dtype)
+        expected[3::40] += 0.75
+        expected[4::40] += 0.75
+        return all(torch.equal(mean, expected) for mean in means), state["selected"].tolist()
+
+    assert run(2, work)[0] == [(True, [5, 10])] * 2
 
 
 def padded(flat, low, room):

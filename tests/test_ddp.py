@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ddp_lifetime_cases
 import ddp_mean_cases
 import ddp_refusal_cases
 import ddp_training_cases
@@ -18,7 +19,7 @@ PRELOAD = (
     "torch", "torch.distributed.checkpoint", "thinwire.data_parallel.ddp", "thinwire.data_parallel.checkpoint",
     "rank_cases",
 )  # fmt: skip
-CASES = [*ddp_mean_cases.CASES, *ddp_training_cases.CASES, *ddp_refusal_cases.CASES]
+CASES = [*ddp_mean_cases.CASES, *ddp_training_cases.CASES, *ddp_refusal_cases.CASES, *ddp_lifetime_cases.CASES]
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)

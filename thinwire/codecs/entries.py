@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, from_raw, raw_bytes
 from thinwire.codecs.exact import Cast, Identity
 from thinwire.codecs.quantize import Quantize
-from thinwire.errors import UsageError
+from thinwire.errors import InvalidExchange, UsageError
 from thinwire.kernels import indices as coding
 
 VALUES: dict[str, Codec] = {"fp32": Identity(), "bf16": Cast("bf16"), "int8": Quantize(8, block=64)}
@@ -50,15 +50,15 @@ class Entries:
         return VALUES[self.values].nbytes((k,), dtype) + self._index_bytes(n, k)
 
     def encode(self, index: Tensor, values: Tensor, n: int) -> Tensor:
-        """index: int64[k] ascending below n, values: float[k] → uint8[nbytes]. NaN or Inf: ValueError."""
+        """index: int64[k] ascending below n, values: float[k] → uint8[nbytes]. NaN or Inf: InvalidExchange."""
         body, finite = VALUES[self.values].encode_flagged(values)
-        self._check("cannot encode entries: values are NaN or Inf", finite)
+        self.check("cannot encode entries: values are NaN or Inf", finite)
         if self.indices == "coded":
             return torch.cat((body, coding.encode_indices(index, n)))
         return torch.cat((body, raw_bytes(index.to(_index_dtype(n)))))
 
     def decode(self, wire: Tensor, n: int, k: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """The inverse: (int64[k], float[k]). A message of the wrong length or with an index outside: ValueError."""
+        """The inverse: (int64[k], float[k]). Wrong length: ValueError. An index outside: InvalidExchange."""
         if wire.numel() != self.nbytes(n, k, dtype):
             raise ValueError(f"{k} entries of {n} take {self.nbytes(n, k, dtype)} bytes, not {wire.numel()}")
         cut = VALUES[self.values].nbytes((k,), dtype)
@@ -69,19 +69,20 @@ class Entries:
             index, good = coding.decode_flagged(wire[cut:], n, k)
         else:
             index, good = coding.checked(from_raw(wire[cut:], _index_dtype(n)).long(), n)
-        self._check(f"index message is not {k} ascending indices below {n}", good)
+        self.check(f"index message is not {k} ascending indices below {n}", good)
         return index, values
 
     def raise_if_damaged(self) -> None:
-        """Read the checks that were left for later; the first that failed raises ValueError."""
+        """Read the checks that were left for later; the first that failed raises InvalidExchange."""
         unread = self.unread.copy()
         self.unread.clear()
         flags = torch.stack([flag for _, flag in unread]).tolist() if unread else []
         for (what, _), good in zip(unread, flags):
             if not good:
-                raise ValueError(what)
+                raise InvalidExchange(what)
 
-    def _check(self, what: str, good: Tensor) -> None:
+    def check(self, what: str, good: Tensor) -> None:
+        """Raise InvalidExchange with that text unless `good`, 0-d; now, or with the checks left for later."""
         self.unread.append((what, good))
         if not self.later:
             self.raise_if_damaged()

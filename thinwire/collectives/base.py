@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.groups import Group, all_reduce, world
+from thinwire.collectives.groups import Group
+from thinwire.collectives.sums import exact_mean
 
 State = dict[str, Tensor]
 
@@ -28,16 +30,23 @@ class Collective:
 
         u: this member's tensor, of the same shape on all. group: the process group. state: tensors kept for this key,
         replaced in place. key: names the tensor in errors. step: its number. seed: the group's, of this message.
+
+        InvalidExchange, after the last message, where this member sees that the result cannot be used; others may not
+        have seen it, and the caller has to agree with them (`Reducer`, `tw.all_reduce` and `FrozenAdam` do).
         """
         raise NotImplementedError
 
     def mean(self, x: Tensor, group: Group = None) -> Tensor:
         """The exact mean, for what a memory sends in full."""
-        return all_reduce(x, group) / world(group)[0]
+        return exact_mean(x, group)
 
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Collective:
         """This collective for the flat concatenation of several tensors; the same, where shapes mean nothing to it."""
         return self
+
+    def leave_groups(self, group: Group) -> list[dist.ProcessGroup]:
+        """Groups that this collective made of members of `group`, which are forgotten: for the caller to destroy."""
+        return []
 
     def finish_step(self, states: list[State], numels: list[int], group: Group = None) -> None:
         """Once per step, after its last exchange: what is decided over all units. states: the units' states, changed

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, Quantize
+from thinwire.codecs.base import is_finite
 from thinwire.collectives.base import Collective, State
-from thinwire.collectives.groups import Group, all_reduce, gather, swap, world
-from thinwire.errors import UsageError
+from thinwire.collectives.groups import Group, gather, swap, world
+from thinwire.collectives.sums import exact_mean, large_unit
+from thinwire.errors import InvalidExchange, UsageError
 from thinwire.kernels.random import derive
 
 
@@ -21,7 +24,7 @@ class Dense(Collective):
     def exchange(
         self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        return all_reduce(u, group) / world(group)[0], u
+        return exact_mean(u, group), u
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,19 @@ class Gather(Collective):
         self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         size, rank = world(group)
-        messages = gather(self.codec.encode(u, derive(seed, rank)), group)
+        message, finite = self.codec.encode_flagged(u, derive(seed, rank))
+        messages = gather(message, group)
         parts = [self.codec.decode(w, u.shape, u.dtype, derive(seed, r)) for r, w in enumerate(messages)]
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        return total / size, parts[rank]
+        mean = total / size
+        if not bool(is_finite(mean)):  # everybody sees the same
+            unit = large_unit(size)
+            mean = torch.stack([part / unit for part in parts]).sum(0) / (size / unit)
+        if not bool(finite & is_finite(mean)):
+            raise InvalidExchange(f"cannot exchange {key!r}: values, or their mean, are NaN or Inf")
+        return mean, parts[rank]
 
 
 @dataclass(frozen=True)
@@ -84,24 +94,46 @@ class TwoHop(Collective):
         sent = [wire for wire, _ in coded]
         arrived = swap(sent, [sizes[rank]] * size, group)
         # 2. the owner adds in rank order
-        total = torch.zeros_like(chunks[rank])
-        for r, wire in enumerate(arrived):
-            total += codec.decode(wire, shapes[rank], dtype, derive(seed, r, rank))
+        total, average = self._added(arrived, chunks[rank], rank, seed)
         # 3. the owner's mean to all
-        message, finite = codec.encode_flagged(total / size, derive(seed, "mean", rank))
+        message, finite = codec.encode_flagged(average, derive(seed, "mean", rank))
         means = swap([message] * size, sizes, group)
         mean = [codec.decode(wire, shapes[j], dtype, derive(seed, "mean", j)) for j, wire in enumerate(means)]
         own = [codec.decode(wire, shapes[j], dtype, derive(seed, rank, j)) for j, wire in enumerate(sent)]
-        own[rank] = own[rank] + (size * mean[rank] - total)
+        own[rank] = own[rank] + _where_finite(
+            total, lambda: size * mean[rank] - total, lambda: size * (mean[rank] - average)
+        )
         if not bool(torch.stack([finite, *(flag for _, flag in coded)]).all()):  # read once, at the end: a card waits
-            raise ValueError(f"cannot exchange {key!r}: values, or their mean, are NaN or Inf")
+            raise InvalidExchange(f"cannot exchange {key!r}: values, or their mean, are NaN or Inf")
         return torch.cat(mean).view(u.shape), torch.cat(own).view(u.shape)
+
+    def _added(self, arrived: list[Tensor], chunk: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+        """(sum, mean) of what arrived for the chunk. The sum may leave the range of its type, the mean not."""
+        size = len(arrived)
+
+        def add(unit: float) -> Tensor:
+            total = torch.zeros_like(chunk)
+            for r, wire in enumerate(arrived):
+                part = self.codec.decode(wire, chunk.shape, chunk.dtype, derive(seed, r, rank))
+                total += part if unit == 1 else part / unit
+            return total
+
+        total, unit = add(1.0), large_unit(size)
+        return total, _where_finite(total, lambda: total / size, lambda: add(unit) / (size / unit))
 
     def lengths(self, n: int, size: int) -> list[int]:
         """The lengths of `size` chunks of n values, all but the last few of whole blocks; a chunk may be empty."""
         block = self.codec.gate_block
         per = -(-n // (size * block)) * block
         return [max(0, min(per, n - j * per)) for j in range(size)]
+
+
+def _where_finite(total: Tensor, usual: Callable[[], Tensor], otherwise: Callable[[], Tensor]) -> Tensor:
+    """usual() where the whole total is finite, otherwise() where not. A card computes both, and is not waited for."""
+    fits = is_finite(total)
+    if fits.is_cuda:
+        return torch.where(fits, usual(), otherwise())
+    return usual() if bool(fits) else otherwise()
 
 
 def Quantized(bits: int) -> TwoHop:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.torch_private.groups import known_groups
+from thinwire.collectives.transit import Transit, checksum_of
+from thinwire.torch_private.groups import is_known, known_groups, timeout_of
 
 BUCKET = 4  # peers a message is exchanged with before those of the next are waited for
 
@@ -29,11 +31,20 @@ ALONE = Alone()
 class Metered:
     """A process group that counts the payload bytes this member sends over it; taken wherever a group is.
 
-    group: the process group itself. sent: bytes so far.
+    group: the process group itself. sent: bytes so far. transit: keeps checksums of messages, if any. members: of this
+    group by their rank, as transit numbers them; None: the same.
     """
 
     group: dist.ProcessGroup | Alone | None
     sent: int = 0
+    transit: Transit | None = None
+    members: Sequence[int] | None = None
+
+    def note(self, source: int, to: int, total: Tensor) -> None:
+        """A message with that checksum went from rank `source` to rank `to`."""
+        if self.transit is not None:
+            members = self.members or range(self.transit.size)
+            self.transit.add(members[source], members[to], total)
 
 
 Group = dist.ProcessGroup | Metered | Alone | None  # None: torch's default group
@@ -80,20 +91,22 @@ def new_group(
 ) -> dist.ProcessGroup:
     """A new group of these (global) ranks, all of them members of `among`; only they need to call this.
 
-    options: the backend's (torch's pg_options).
+    options: the backend's (torch's pg_options). It waits as long for a rank as `among` does: torch would give it half
+    an hour, whatever the user said.
 
     torch names such a group by its ranks and by how many groups a rank knows already: where ranks know different
     numbers, they would wait for each other for ever. So the members first agree on that number, over `among`, and
     those behind make groups of themselves alone until they have caught up.
     """
+    timeout = timeout_of(among)
     if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
-        return dist.new_group(list(ranks), pg_options=options)
+        return dist.new_group(list(ranks), timeout=timeout, pg_options=options)
     known = known_groups()
     most = torch.tensor([known], device="cuda" if dist.get_backend(among) == "nccl" else "cpu")
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=among)
     for _ in range(int(most) - known):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    return dist.new_group(list(ranks), pg_options=options, use_local_synchronization=True)
+        dist.new_group([dist.get_rank()], backend="gloo", timeout=timeout, use_local_synchronization=True)
+    return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
 
 
 def twin(group: Group) -> dist.ProcessGroup:
@@ -111,6 +124,12 @@ def subgroup(members: Sequence[int], group: dist.ProcessGroup, options: object =
     return new_group([ranks[m] for m in members], group, options)
 
 
+def destroy(group: dist.ProcessGroup) -> None:
+    """Free the threads and connections of a group, unless torch.distributed has been left already."""
+    if dist.is_initialized() and is_known(group):
+        dist.destroy_process_group(group)
+
+
 def gather(x: Tensor, group: Group) -> list[Tensor]:
     """Every member's x, in rank order; all of one shape and dtype."""
     size, _ = world(group)
@@ -119,7 +138,27 @@ def gather(x: Tensor, group: Group) -> list[Tensor]:
     out = [torch.empty_like(x) for _ in range(size)]
     count_sent(group, x.nbytes * (size - 1))
     dist.all_gather(out, x.contiguous(), group=unmetered(group))
+    if is_checked(group):
+        _note_all(group, [x] * size, out)
     return out
+
+
+def is_checked(group: Group) -> TypeGuard[Metered]:
+    """Are checksums of messages kept?"""
+    return isinstance(group, Metered) and group.transit is not None
+
+
+def _note_all(group: Metered, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
+    """Messages to every member and from every member, in the order of members; empty ones are not sent."""
+    size, rank = world(group)
+    totals: dict[int, Tensor] = {}  # one message may go to many
+    for member in range(size):
+        if member != rank and outgoing[member].numel():
+            message = outgoing[member]
+            totals.setdefault(id(message), checksum_of(message))
+            group.note(rank, member, totals[id(message)])
+        if member != rank and incoming[member].numel():
+            group.note(member, rank, checksum_of(incoming[member]))
 
 
 def arriving(outgoing: list[Tensor], sizes: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
@@ -155,6 +194,8 @@ def arriving(outgoing: list[Tensor], sizes: list[int], group: Group) -> Iterator
             work.wait()
         for source in sources:
             yield source, incoming[source]
+    if is_checked(group):
+        _note_all(group, outgoing, incoming)
 
 
 def swap(outgoing: list[Tensor], sizes: list[int], group: Group) -> list[Tensor]:

@@ -28,7 +28,7 @@ from thinwire.collectives.groups import (
 )
 from thinwire.collectives.lowrank import LowRank
 from thinwire.collectives.regions import region_bounds
-from thinwire.errors import UsageError
+from thinwire.errors import InvalidExchange, UsageError
 from thinwire.kernels.random import derive
 
 Levels = tuple[dist.ProcessGroup, dist.ProcessGroup]  # (a host's members, the members of all hosts with one place)
@@ -74,21 +74,26 @@ class Hierarchical(Collective):
         host_group, peer_group = self._groups(group)
         size, rank = world(host_group)
         host = world(group)[1] // self.per_host
+        invalid: list[InvalidExchange] = []  # raised at the end: the other members go on
         # 1. the mean of this host
-        with _part(state, "inside/") as part:
+        with _part(state, "inside/") as part, _later(invalid):
+            mean = own = torch.zeros_like(u)
             inner = derive(seed, "inside", host)
             mean, own = self.inside.exchange(u, host_group, state=part, key=key, step=step, seed=inner)
         # 2. this member's slice of it, across hosts
         bounds = region_bounds(u.numel(), size)
         mine = slice(bounds[rank], bounds[rank + 1])
         carried = mean.reshape(-1)[mine]
-        with _part(state, "across/") as part:
+        with _part(state, "across/") as part, _later(invalid):
+            result = kept = torch.zeros_like(carried)
             outer = derive(seed, "across", rank)
             result, kept = self.across.exchange(carried, peer_group, state=part, key=key, step=step, seed=outer)
         # 3. all slices, inside the host
         sizes = [(b - a) * u.element_size() for a, b in pairwise(bounds)]
         slices = swap([raw_bytes(result)] * size, sizes, host_group)
         count_sent(group, host_group.sent + peer_group.sent)
+        if invalid:
+            raise invalid[0]
         own = own.clone().reshape(-1)
         own[mine] += size * (kept - carried)
         return torch.cat([from_raw(wire, u.dtype) for wire in slices]).view(u.shape), own.view(u.shape)
@@ -99,6 +104,13 @@ class Hierarchical(Collective):
         slices = [n * (rank + 1) // size - n * rank // size for n in numels]
         self._finish(self.inside, "inside/", states, numels, host_group)
         self._finish(self.across, "across/", states, slices, peer_group)
+
+    def leave_groups(self, group: Group) -> list[dist.ProcessGroup]:
+        if is_alone(group):
+            return []
+        made = self.groups.pop(explicit(unmetered(group)), ())
+        inner = [g for one, level in zip((self.inside, self.across), made) for g in one.leave_groups(level)]
+        return [*inner, *made]
 
     def _finish(
         self, collective: Collective, prefix: str, states: list[State], numels: list[int], group: Metered
@@ -122,11 +134,25 @@ class Hierarchical(Collective):
             peer_group = subgroup(range(place, size, self.per_host), everybody)
             self.groups[everybody] = host_group, peer_group
         host_group, peer_group = self.groups[everybody]
-        return Metered(host_group), Metered(peer_group)
+        transit = group.transit if isinstance(group, Metered) else None
+        host, place = divmod(rank, self.per_host)
+        return (
+            Metered(host_group, 0, transit, range(host * self.per_host, (host + 1) * self.per_host)),
+            Metered(peer_group, 0, transit, range(place, size, self.per_host)),
+        )
 
 
 def _cut(state: State, prefix: str) -> State:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+@contextmanager
+def _later(invalid: list[InvalidExchange]) -> Iterator[None]:
+    """What is raised inside goes into the list."""
+    try:
+        yield
+    except InvalidExchange as error:
+        invalid.append(error)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from torch import Tensor
 from thinwire.codecs.lowrank import LowRank as LowRankCodec
 from thinwire.codecs.lowrank import matrix_shape, starting_factor
 from thinwire.collectives.base import Collective, State
-from thinwire.collectives.groups import Group, all_reduce, world
+from thinwire.collectives.groups import Group
+from thinwire.collectives.sums import exact_mean
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
 
@@ -46,7 +47,6 @@ class LowRank(Collective):
     def exchange(
         self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
-        size, _ = world(group)
         parts = self._parts(u)
         raw = [LowRankCodec(self.rank).is_raw(tuple(part.shape)) for part in parts]
         thin = [i for i, whole in enumerate(raw) if not whole]
@@ -54,10 +54,10 @@ class LowRank(Collective):
         start = derive("lowrank", seed)
         starts = {i: starting_factor(m, self.rank, start, state.get(f"q{i}")) for i, m in matrices.items()}
         first = [part if whole else matrices[i] @ starts[i] for i, (part, whole) in enumerate(zip(parts, raw))]
-        means = _mean(first, size, group)
+        means = _mean(first, group)
         lefts = _orthonormal({i: means[i] for i in thin})
         rights = {i: matrices[i].T @ lefts[i] for i in thin}
-        mean_rights = dict(zip(thin, _mean(list(rights.values()), size, group))) if thin else {}
+        mean_rights = dict(zip(thin, _mean(list(rights.values()), group))) if thin else {}
         state.update({f"q{i}": right for i, right in mean_rights.items()})
         mean = [part if whole else lefts[i] @ mean_rights[i].T for i, (part, whole) in enumerate(zip(means, raw))]
         own = [part if whole else lefts[i] @ rights[i].T for i, (part, whole) in enumerate(zip(parts, raw))]
@@ -78,9 +78,9 @@ def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _mean(tensors: list[Tensor], size: int, group: Group) -> list[Tensor]:
+def _mean(tensors: list[Tensor], group: Group) -> list[Tensor]:
     """The mean over the members of every tensor, by one all-reduce."""
-    whole = all_reduce(_flat(tensors), group) / size
+    whole = exact_mean(_flat(tensors), group)
     return [part.view(t.shape) for part, t in zip(whole.split([t.numel() for t in tensors]), tensors)]
 
 

@@ -20,6 +20,7 @@ from thinwire.codecs.entries import Entries
 from thinwire.collectives.base import Collective, State
 from thinwire.collectives.groups import Group, all_reduce, gather, world
 from thinwire.collectives.regions import Picked, balanced_gather, put, split_and_reduce
+from thinwire.collectives.sums import exact_mean
 from thinwire.errors import UsageError
 from thinwire.kernels import select
 
@@ -31,7 +32,8 @@ SCOPES = ("unit", "model")
 class OkTopk(Collective):
     """Wire steps of one exchange:
 
-    1. local: the k entries of largest |u|, found among the candidates that pass a predicted threshold
+    1. local: the k entries of largest |u|, found among the candidates that pass a predicted threshold; of fewer
+       non-zeros all
     2. every τ steps: all-reduce the index histogram, cut P regions of equal load; choose the owner shift
     3. all-gather the P×P counts
     4. swap: each region's entries to its owner, in rotation; the owner adds what arrived
@@ -80,21 +82,26 @@ class OkTopk(Collective):
             k = int(state.get("share", k))
         # 1. this member's k largest
         picked = thresholds.pick(flat, k, state)
+        if float(state["seen_l"][0]) <= thresholds.SMALLEST:  # fewer than k may not be zero
+            keep = torch.nonzero(picked[1]).reshape(-1)
+            picked = picked[0][keep], picked[1][keep]
         # 2. regions and their owners
         if "bounds" not in state or age % self.tau == 0 or state["bounds"].numel() != size + 1:
             self._cut_regions(picked[0], n, state, group)
         bounds, shift = state["bounds"].tolist(), int(state["shift"])
         # 3. and 4. counts, then entries to their owners, who add them
         code = Entries(self.values, self.indices, later=True)
-        region, mine, sent = split_and_reduce(picked, bounds, shift, code, group)
-        # 5. the sums that pass globally
-        (index, sums), held = thresholds.pick_sums(region, k, state, group, fresh=age % self.tau_prime == 0)
+        region, mine, sent, unit = split_and_reduce(picked, bounds, shift, code, group)
+        # 5. the sums that pass globally; in another unit than usual no threshold is known
+        fresh = age % self.tau_prime == 0 or unit != 1
+        (index, sums), held = thresholds.pick_sums(region, k, state, group, fresh)
         owned = index + bounds[mine], sums
         # 6. and 7. balanced over the members, then to everybody
         passed, values = balanced_gather(owned, held, shift, n, code, group)
-        mean, own = put(n, passed, values / size), _passed(sent, passed, n)
+        mean, own = put(n, passed, values / (size / unit)), _passed(sent, passed, n)
         if not code.is_exact:  # what coding did to the sums it owns
-            select.scatter_add(own, owned[0], mean[owned[0]] * size - sums)
+            select.scatter_add(own, owned[0], mean[owned[0]] * (size / unit) - sums)
+        own = own if unit == 1 else own * unit
         code.raise_if_damaged()
         state["selected"] = torch.tensor([picked[0].numel(), passed.numel()])  # locally, globally
         state["age"] = torch.tensor(age + 1)
@@ -140,9 +147,8 @@ def xi(acc: Tensor, mean: Tensor, k: int, group: Group = None, gradient: Tensor 
     group: the process group. gradient: this member's; the mean gradient is then below the line, as in the proof of
     convergence, which asks for a bound. Expensive: one dense all-reduce, two with a gradient.
     """
-    size, _ = world(group)
-    true = all_reduce(acc.reshape(-1), group) / size
+    true = exact_mean(acc.reshape(-1), group)
     best = put(true.numel(), *select.top(true, k))
-    below = true if gradient is None else all_reduce(gradient.reshape(-1), group) / size
+    below = true if gradient is None else exact_mean(gradient.reshape(-1), group)
     scale = torch.linalg.vector_norm(below)
     return torch.where(scale > 0, torch.linalg.vector_norm(best - mean.reshape(-1)) / scale, 0.0)

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from thinwire.codecs.entries import Entries
 from thinwire.collectives.groups import Group, arriving, gather, swap, world
+from thinwire.collectives.sums import large_unit, may_overflow
 from thinwire.kernels import select
 
+LARGE = 1 << 62  # added to a member's first count: its values are so large that a sum may leave the range
 CROWDED = 2.0  # an owner with this many times the average hands entries to others before the all-gather
 
 Picked = tuple[Tensor, Tensor]  # (int64[k] ascending, values[k])
@@ -52,8 +54,9 @@ def put(n: int, index: Tensor, values: Tensor) -> Tensor:
 
 def split_and_reduce(
     picked: Picked, bounds: list[int], shift: int, code: Entries, group: Group
-) -> tuple[Tensor, int, Picked]:
-    """(the sum over members of the region this member owns, which region that is, this member's entries as sent).
+) -> tuple[Tensor, int, Picked, float]:
+    """(the sum over members of the region this member owns, which region that is, this member's entries as sent, the
+    unit of both: 1, or on all members a power of two where the sums of anybody's values might leave their range).
 
     picked: this member's entries. bounds: the regions' P + 1 boundaries; region j belongs to member (j + shift) mod P.
     code: how entries become bytes. 1. all-gather the P counts of every member; 2. each region's coded
@@ -65,8 +68,14 @@ def split_and_reduce(
     mine = (rank - shift) % size
     parts = cut(picked, bounds)
     counts = [index.numel() for index, _ in parts]
-    everybody = gather(torch.tensor(counts, device=picked[0].device), group)
-    column = torch.stack(everybody)[:, mine].tolist()
+    announced = torch.tensor(counts, device=picked[0].device)
+    announced[0] += LARGE * may_overflow(picked[1], size)
+    everybody = torch.stack(gather(announced, group))
+    *column, large = torch.cat((everybody[:, mine] % LARGE, (everybody[:, :1] >= LARGE).any(0))).tolist()
+    unit = large_unit(size) if large else 1.0
+    if large:
+        picked = picked[0], picked[1] / unit
+        parts = cut(picked, bounds)
     messages = [code.encode(*part, length) for part, length in zip(parts, lengths)]
     outgoing = [messages[(owner - shift) % size] for owner in range(size)]
     dtype = picked[1].dtype
@@ -74,9 +83,9 @@ def split_and_reduce(
     for sender, wire in arriving(outgoing, [code.nbytes(lengths[mine], c, dtype) for c in column], group):
         select.scatter_add(region, *code.decode(wire, lengths[mine], column[sender], dtype))
     if code.is_exact:
-        return region, mine, picked
+        return region, mine, picked, unit
     decoded = (code.decode(wire, n, c, dtype) for wire, n, c in zip(messages, lengths, counts))
-    return region, mine, join([(i + lo, v) for (i, v), lo in zip(decoded, bounds)])
+    return region, mine, join([(i + lo, v) for (i, v), lo in zip(decoded, bounds)]), unit
 
 
 def balanced_gather(picked: Picked, counts: list[int], shift: int, n: int, code: Entries, group: Group) -> Picked:

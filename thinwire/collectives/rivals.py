@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import TopK
+from thinwire.codecs.base import is_finite
 from thinwire.codecs.entries import Entries
 from thinwire.codecs.exact import Identity
 from thinwire.collectives.base import Collective, State
 from thinwire.collectives.groups import Group, gather, swap, world
 from thinwire.collectives.regions import put, region_bounds, split_and_reduce, zeros
+from thinwire.collectives.sums import large_unit
 from thinwire.kernels import select
 
 EXACT = Identity()
@@ -58,9 +60,14 @@ class TopkAllgather(_Selecting):
         total = zeros(n, flat)
         for wire in messages:
             select.scatter_add(total, *code.decode(wire, n, k, u.dtype))
+        unit = 1.0
+        if not bool(is_finite(total)):  # everybody sees the same
+            total, unit = zeros(n, flat), large_unit(size)
+            for index, values in (code.decode(wire, n, k, u.dtype) for wire in messages):
+                select.scatter_add(total, index, values / unit)
         own = put(n, *code.decode(messages[rank], n, k, u.dtype))
         code.raise_if_damaged()
-        return total.div_(size).view(u.shape), own.view(u.shape)
+        return total.div_(size / unit).view(u.shape), own.view(u.shape)
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class TopkDSA(_Selecting):
         if n == 0:
             return u.clone(), u.clone()
         picked = select.top(flat, TopK(self.density).count(n))
-        region, _, sent = split_and_reduce(picked, bounds, 0, code, group)
+        region, _, sent, unit = split_and_reduce(picked, bounds, 0, code, group)
         own = put(n, *sent)
         index = torch.nonzero(region).reshape(-1)
         counts = [int(c) for c in gather(torch.tensor([index.numel()], device=u.device), group)]
@@ -92,7 +99,11 @@ class TopkDSA(_Selecting):
             EXACT.nbytes((b - a,), u.dtype) if whole else code.nbytes(b - a, c, u.dtype)
             for whole, c, a, b in zip(full, counts, bounds, bounds[1:])
         ]
-        message = EXACT.encode(region) if full[rank] else code.encode(index, region[index], region.numel())
+        if full[rank]:
+            message, finite = EXACT.encode_flagged(region)
+            code.check("cannot encode the sums of a region: they are NaN or Inf", finite)
+        else:
+            message = code.encode(index, region[index], region.numel())
         mean = zeros(n, flat)
         for j, wire in enumerate(swap([message] * size, sizes, group)):
             length = bounds[j + 1] - bounds[j]
@@ -101,8 +112,9 @@ class TopkDSA(_Selecting):
             mean[bounds[j] : bounds[j + 1]] = part
         mine = slice(bounds[rank], bounds[rank + 1])
         own[mine] += mean[mine] - region  # what coding the sums changed
+        own = own if unit == 1 else own * unit
         code.raise_if_damaged()
-        return mean.div_(size).view(u.shape), own.view(u.shape)
+        return mean.div_(size / unit).view(u.shape), own.view(u.shape)
 
 
 @dataclass(frozen=True)
@@ -125,7 +137,9 @@ class GTopk(_Selecting):
         if n == 0:
             return u.clone(), u.clone()
         k = TopK(self.density).count(n)
-        wire = code.encode(*select.top(flat, k), n)
+        unit = large_unit(size)  # always: nobody knows everybody's values; digits below the type's range stay with own
+        index, values = select.top(flat, k)
+        wire = code.encode(index, values / unit, n)
         held = code.decode(wire, n, k, u.dtype)
         own, levels = put(n, *held), [1 << level for level in range((size - 1).bit_length())]
         for level in levels:
@@ -140,9 +154,9 @@ class GTopk(_Selecting):
                 total[1][place] -= held[1]  # what is left was rejected, or changed by coding
                 select.scatter_add(own, total[0], -total[1])
         wire = self._down(wire, levels, size, rank, group)
-        mean = put(n, *code.decode(wire, n, k, u.dtype)).div_(size)
+        mean = put(n, *code.decode(wire, n, k, u.dtype)).div_(size / unit)
         code.raise_if_damaged()
-        return mean.view(u.shape), own.view(u.shape)
+        return mean.view(u.shape), own.mul_(unit).view(u.shape)
 
     def _down(self, wire: Tensor, levels: list[int], size: int, rank: int, group: Group) -> Tensor:
         """The root's message, passed down the same tree."""

@@ -46,6 +46,7 @@ FINE_BINS = 1024  # of the histogram that refines one bin of the first
 FINE_SHIFT = select.HISTOGRAM_SHIFT - 10
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+LARGEST = torch.finfo(torch.float32).max
 SMALLEST = torch.finfo(torch.float32).tiny  # sums below this are nobody's entries
 
 
@@ -117,10 +118,18 @@ def pick_sums(region: Tensor, k: int, state: State, group: Group, fresh: bool) -
 def _above(region: Tensor, grid: Tensor, group: Group) -> tuple[Picked, Tensor, Tensor]:
     """This member's sums above the lowest of ascending thresholds; how many thresholds each of them passes; [members,
     grid]: how many sums pass each, everywhere."""
-    picked = select.select(region, grid[0], region.numel())
+    picked = _passing(region, grid[0])
     place = torch.bucketize(picked[1].abs().float(), grid, right=True).clamp(min=1)  # they all pass the lowest
     passing = torch.bincount(place, minlength=grid.numel() + 1)[1:].flip(0).cumsum(0).flip(0)
     return picked, place, torch.stack(gather(passing.int(), group))
+
+
+def _passing(region: Tensor, threshold: Tensor) -> Picked:
+    """Entries of |region| ≥ threshold, compared in float32 at least: in a smaller type a threshold may become zero."""
+    index, values = select.select(
+        region.to(torch.promote_types(region.dtype, torch.float32)), threshold, region.numel()
+    )
+    return index, values.to(region.dtype)
 
 
 def pooled_threshold(region: Tensor, k: int, group: Group) -> Tensor:
@@ -130,7 +139,7 @@ def pooled_threshold(region: Tensor, k: int, group: Group) -> Tensor:
     counts[0] = 0  # zeros are nobody's entries
     edge = select.threshold_from(counts, k).clamp(min=SMALLEST)
     low = edge.view(torch.int32).long()
-    bits = select.magnitude_bits(select.select(region, edge, region.numel())[1])
+    bits = select.magnitude_bits(_passing(region, edge)[1])
     place = ((bits - low) >> FINE_SHIFT).clamp(max=FINE_BINS)  # the last: all above this eighth of an octave
     fine = all_reduce(torch.bincount(place, minlength=FINE_BINS + 1).int(), group)
     above = fine.flip(0).cumsum(0).flip(0)
@@ -147,7 +156,7 @@ def _learn(state: State, which: str, exact: float, count: int, slope: float) -> 
     pace = PACE * (pace + TREND * (math.log(exact / last) - pace))
     factor = min(max(math.exp(pace), 1 / FASTEST), FASTEST)
     state[f"pace_{which}"] = torch.tensor(factor)
-    state[f"th_{which}"] = torch.tensor(exact**LEVEL * predicted ** (1 - LEVEL) * factor)
+    state[f"th_{which}"] = torch.tensor(min(exact**LEVEL * predicted ** (1 - LEVEL) * factor, LARGEST))
     state[f"seen_{which}"] = torch.tensor([exact, count, slope], dtype=torch.float64)
 
 

@@ -57,10 +57,11 @@ def all_reduce(
     if world(group)[0] == 1:
         return {name: t.clone() for name, t in named_tensors.items()}
     exact = exchange.steps < reduction.warmup
+    means = exchange.reduce_all(lambda unit: torch.cat([_working(named_tensors[n]) for n in unit.parameters]), exact)
+    if means is None:
+        raise ValueError("all_reduce: a mean or residual left the range of its type on some rank; nothing was changed")
     out: dict[str, Tensor] = {}
-    for unit in exchange.units:
-        flat = torch.cat([_working(named_tensors[name]) for name in unit.parameters])
-        mean = exchange.reduce(unit, flat, exact)
+    for unit, mean in means.items():
         out |= {name: mean[span].view(shape).to(named_tensors[name].dtype) for name, span, shape in unit.spans()}
     exchange.finish_step()
     exchange.commit()

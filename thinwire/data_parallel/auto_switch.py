@@ -32,6 +32,7 @@ class Auto:
         self.last = 0.0
         self.passes = 0
         self.residual_left = False  # a residual may be left, which the next exact pass must send
+        self.sending_residual = False  # the last pass was that one; skipped, it sent nothing
 
     def expect_residual(self) -> None:
         """Residuals were loaded: the next exact pass must send them."""
@@ -49,7 +50,10 @@ class Auto:
         self.passes += 1
         if self.passes <= len(self.plan):
             self.reducer.use_exact(self.plan[self.passes - 1] == "exact")
+        if self.sending_residual and self.reducer.skipped:
+            self.residual_left = True
         plain = self.reducer.exact and not self.residual_left
+        self.sending_residual = self.reducer.exact and self.residual_left
         self.residual_left = not self.reducer.exact
         return plain
 

@@ -5,7 +5,9 @@ of a bucket is done when the pass is: backward still overlaps with the exchange,
 (No `from __future__ import annotations` here: DDP refuses hooks whose annotations are strings.)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from thinwire.data_parallel.handle import Handle, LossScaler
 from thinwire.data_parallel.parameters import sparse_gradient
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.errors import UsageError
-from thinwire.torch_private.ddp import hook_state
+from thinwire.torch_private.ddp import hook_state, leave_hooks_behind
 
 
 class CompressedDDP(Handle):
@@ -33,9 +35,22 @@ class CompressedDDP(Handle):
         self.model = model
         self.names = {id(p): name for name, p in reducer.parameters.items()}
         self.finds_unused = bool(model.find_unused_parameters or model.static_graph)
+        self.one_device = len({p.device for p in reducer.parameters.values()}) == 1  # a pass ends with one future
         self.pending: list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]] = []  # of this pass
         self.arrived = 0  # parameters of this pass
+        self.all_reduces: list[torch.futures.Future[list[Tensor]]] = []  # of this pass, where it is plain
+        self.residual_loaded = False  # an exact wire has to send it first, through the units
         self.plain = False  # this pass goes through DDP's own all-reduce
+
+    @contextmanager
+    def step(self, ids: Sequence[int] | None = None, train: bool = True) -> Iterator[Self]:
+        """As Handle.step; a backward that an exception broke off is forgotten."""
+        try:
+            with super().step(ids, train):
+                yield self
+        finally:
+            self.arrived = 0
+            self.pending.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's residuals, shifts and thresholds, under names that hold its rank (for torch's checkpoints)."""
@@ -44,6 +59,7 @@ class CompressedDDP(Handle):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """What state_dict gave on this rank, or, from another number of ranks, on all of them (`read_state`)."""
         self._load(state)
+        self.residual_loaded = True
 
     # --- called by DDP during backward
 
@@ -53,30 +69,36 @@ class CompressedDDP(Handle):
         if buffer.is_sparse:
             raise sparse_gradient(self.names[id(bucket.parameters()[0])], buffer)
         if self.arrived == 0:
-            self.plain = self.auto is not None and self.auto.begin_pass() and not self.reducer.bracketed
+            self.reducer.check_usable()
+            self.plain = self._is_plain()
         self.arrived = (self.arrived + len(bucket.parameters())) % len(self.names)
         if self.plain:
             return self._all_reduce(bucket)
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[buffer.device] if buffer.device.type == "cuda" else None
-        )
-        self.pending.append((bucket, future))
+        future = self._future_of(bucket)
         gradients: Means = {self.names[id(parameter)]: gradient for parameter, gradient in _gradients(bucket)}
         if self.finds_unused:
             gradients = {name: g if g is not None and bool(g.any()) else None for name, g in gradients.items()}
         self.reducer.put_all(gradients, self._deliver, self._fail)
         return future
 
+    def _is_plain(self) -> bool:
+        """Will DDP's own all-reduce do for the pass that begins? Where it is exact, and no residual is left."""
+        if self.auto is not None:
+            exact = self.auto.begin_pass()
+        else:
+            exact = not self.reducer.exchange.compressed and not self.residual_loaded
+        return exact and self.one_device and not self.reducer.bracketed
+
     def _deliver(self, means: Means) -> None:
         """The means into DDP's buckets; what nobody used stays as it is, and DDP leaves its .grad alone."""
-        pending, self.pending = self.pending, []
-        for bucket, _ in pending:
+        for bucket, _ in self.pending:
             for parameter, gradient in _gradients(bucket):
                 mean = means[self.names[id(parameter)]]
                 if mean is not None:
                     gradient.copy_(mean.view(gradient.shape))
-        for bucket, future in pending:
-            future.set_result(bucket.buffer())
+        if not self.reducer.skipped and not self.reducer.bracketed:
+            self.residual_loaded = False
+        self._complete()
 
     def _fail(self, error: BaseException) -> None:
         pending, self.pending = self.pending, []
@@ -84,14 +106,38 @@ class CompressedDDP(Handle):
             future.set_exception(RuntimeError(f"thinwire could not exchange the gradients: {error}"))  # type: ignore[arg-type]
 
     def _all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """As DDP without a hook would, NaN included: nothing is skipped here."""
-        if self.arrived == 0:  # the last bucket of the pass
-            self.reducer.count_plain_step()
+        """As DDP without a hook would; but no bucket is handed over before all are there, since a NaN in the last one
+        decides about the first one too."""
         buffer = bucket.buffer().div_(self.reducer.size)
         self.reducer.exchange.count_plain(buffer)
         work = dist.all_reduce(buffer, group=self.model.process_group, async_op=True)
-        future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+        self.all_reduces.append(work.get_future())
+        future = self._future_of(bucket)
+        if self.arrived == 0:  # the last bucket of the pass
+            under_way, self.all_reduces = self.all_reduces, []
+            torch.futures.collect_all(under_way).then(self._end_plain_pass)
         return future
+
+    def _end_plain_pass(self, all_reduces: torch.futures.Future[list[torch.futures.Future[list[Tensor]]]]) -> None:
+        try:
+            all_reduces.value()
+            self.reducer.end_plain_step([bucket.buffer() for bucket, _ in self.pending])
+        except Exception as error:  # handed to DDP, which raises it in backward
+            self._fail(error)
+        else:
+            self._complete()
+
+    def _future_of(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Done with the pass (`_complete`, `_fail`): the bucket's buffer, or the error."""
+        device = bucket.buffer().device
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else None)
+        self.pending.append((bucket, done))
+        return done.then(lambda future: future.value())  # DDP shows an error raised here, not one set by set_exception
+
+    def _complete(self) -> None:
+        pending, self.pending = self.pending, []
+        for bucket, future in pending:
+            future.set_result(bucket.buffer())
 
 
 def _gradients(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
@@ -151,4 +197,5 @@ def compress_ddp(
     reducer = Reducer(named, wire, model.process_group, seed=seed, nonfinite=nonfinite, scale=scale)
     handle = CompressedDDP(model, reducer, wire.auto)
     model.register_comm_hook(handle, _hook)
+    leave_hooks_behind(model)
     return handle

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.groups import Group, Metered, all_reduce, unmetered, world
+from thinwire.codecs.base import is_finite
+from thinwire.collectives.groups import ALONE, Group, Metered, unmetered, world
+from thinwire.collectives.sums import exact_mean
+from thinwire.collectives.transit import Transit
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Shape, Unit, make_units
 from thinwire.distributed.summary import Summary
-from thinwire.errors import UsageError
+from thinwire.errors import InvalidExchange, UsageError
 from thinwire.memory import Plain
 from thinwire.memory.channel import Channel
 
@@ -28,8 +32,9 @@ class Exchange:
 
     def __init__(self, shapes: Mapping[str, Shape], reduction: Reduction, group: Group = None, seed: int = 0) -> None:
         self.reduction = reduction
-        self.group = Metered(unmetered(group))
-        self.size = world(group)[0]  # known also after the group is destroyed
+        self.size, rank = world(group)  # known also after the group is destroyed
+        self.transit = Transit(self.size, rank)
+        self.group = Metered(ALONE if self.size == 1 else unmetered(group), transit=self.transit)
         self.units = make_units(shapes, reduction)
         self.channels = {
             unit: Channel(
@@ -73,24 +78,65 @@ class Exchange:
 
     def reduce(self, unit: Unit, x: Tensor, exact: bool = False) -> Tensor:
         """x: float32[unit.numel], flat → its mean over the group. `exact`: nothing is left out, and the residual is
-        sent with it."""
+        sent with it.
+
+        InvalidExchange, perhaps on some ranks only, where the mean or the residual leaves its type's range or a message
+        was damaged: ranks are still in step, and must agree to roll back.
+        """
         if not self.is_open:
             self._begin_step()
         channel = self.channels[unit]
         self.averaged += x.numel()
         residual = self.residuals_before[unit] = channel.state.read("e", unit.name)
         if not (exact or unit.exact):
-            return channel.reduce(unit.name, x, self.group)
+            mean = channel.reduce(unit.name, x, self.group)
+            left = channel.state.read("e", unit.name)
+            if not bool(is_finite(mean) if left is None else is_finite(mean) & is_finite(left)):
+                raise InvalidExchange(f"{unit.name}: the mean or the residual is NaN or Inf")
+            return mean
         if residual is not None:
             x = x + residual
             channel.state.write("e", unit.name, torch.zeros_like(residual))
-        return all_reduce(x, self.group) / world(self.group)[0]
+        return exact_mean(x, self.group)
+
+    def reduce_all(self, values: Callable[[Unit], Tensor], exact: bool = False) -> dict[Unit, Tensor] | None:
+        """Every unit's mean, for the caller to commit. None, on all ranks: the step was rolled back, since some rank's
+        `reduce` was an InvalidExchange.
+
+        values: a unit's, flat. exact: as for `reduce`.
+        """
+        means: dict[Unit, Tensor] = {}
+        invalid = False
+        for unit in self.units:
+            x = values(unit)
+            try:
+                means[unit] = self.reduce(unit, x, exact)
+            except InvalidExchange:
+                invalid = True
+        if self.units and self.agree(torch.tensor([invalid], dtype=torch.uint8, device=x.device)).any():
+            self.rollback()
+            return None
+        return means
+
+    def agree(self, flags: Tensor) -> Tensor:
+        """uint8[…]: the maximum of every flag over the ranks. The first is also set where a message since the last
+        agreement did not arrive as it was sent."""
+        if self.size == 1:
+            return flags
+        both = torch.cat((flags, self.transit.table(flags.device)))
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=unmetered(self.group))
+        agreed, tables = both[: flags.numel()], both[flags.numel() :]
+        agreed[0] |= ~self.transit.is_intact(tables)
+        return agreed
+
+    def leave_group(self) -> None:
+        """Nothing more is sent: the group, which another may destroy now, is not held any longer."""
+        self.group = Metered(ALONE, self.sent)
 
     def count_plain(self, x: Tensor) -> None:
         """x is averaged by the backend's own all-reduce, past the units: it is sent all the same."""
-        size = world(self.group)[0]
         self.averaged += x.numel()
-        self.group.sent += 2 * x.nbytes * (size - 1) // size
+        self.group.sent += 2 * x.nbytes * (self.size - 1) // self.size
 
     def finish_step(self) -> None:
         """Once all units of a step are through: what a collective decides over the whole model."""

@@ -108,6 +108,10 @@ class FrozenAdam(torch.optim.Optimizer):
         if settled and not self.frozen:
             self._freeze()
         means = self._average(used)
+        if means is None:
+            self.skipped = True
+            self.skips += 1
+            return loss
         for group in self.param_groups:
             for name, p in zip(group["param_names"], group["params"]):
                 if name in used:
@@ -218,15 +222,18 @@ class FrozenAdam(torch.optim.Optimizer):
         g = torch.zeros_like(m) if p.grad is None else p.grad.to(m.dtype)
         return m.lerp(g, 1 - beta) if self.frozen else g
 
-    def _average(self, used: set[str]) -> dict[str, Tensor]:
-        """Means of the ranks' gradients (exact, in the warm-up) or momenta, by parameter."""
+    def _average(self, used: set[str]) -> dict[str, Tensor] | None:
+        """Means of the ranks' gradients (exact, in the warm-up) or momenta, by parameter; None: they cannot be used."""
         assert self.exchange is not None
         betas = {n: group["betas"][0] for group in self.param_groups for n in group["param_names"]}
         exact = self.size == 1 or not self.frozen
         out: dict[str, Tensor] = {}
-        for unit in self.exchange.units:
-            flat = torch.cat([self._outgoing(name, betas[name]).reshape(-1) for name in unit.parameters])
-            mean = self.exchange.reduce(unit, flat, exact)
+        means = self.exchange.reduce_all(
+            lambda unit: torch.cat([self._outgoing(name, betas[name]).reshape(-1) for name in unit.parameters]), exact
+        )
+        if means is None:
+            return None
+        for unit, mean in means.items():
             for name, span, shape in unit.spans():
                 out[name] = mean[span].view(shape)
                 if name not in used:

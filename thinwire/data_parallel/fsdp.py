@@ -186,7 +186,10 @@ def compress_fsdp(
     group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
     mesh = site_mesh(parameters, group)
     wire = Wire.of(wire)
-    mine = {"wire": repr(wire), "seed": repr(seed), "nonfinite": repr(nonfinite), "parameters": str(list(parameters))}
+    mine = {
+        "wire": repr(wire), "seed": repr(seed), "nonfinite": repr(nonfinite),
+        "scaler": "none" if scaler is None else "one", "parameters": str(list(parameters)),
+    }  # fmt: skip
     check_agreement("compress_fsdp", mine, mesh.get_group())
     local = {name: nn.Parameter(p.to_local().detach()) for name, p in parameters.items()}
     weights = {f"the weights of {n}": repr(float(p.detach().sum(dtype=torch.float64))) for n, p in local.items()}

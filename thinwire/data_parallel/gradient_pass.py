@@ -2,90 +2,44 @@
 
 A parameter's gradient is copied into the buffer of its unit. A unit is sent when it is complete and the units declared
 after it have been sent, so the order is the same on every rank. After the last unit the ranks agree on two things:
-was any gradient NaN or Inf, and which parameters did nobody use. Then the step is committed or rolled back, and the
-means are delivered. `add` runs on the caller's thread; everything after it runs on the communication thread.
+was any gradient NaN or Inf or any exchange invalid, and which parameters did nobody use. Then the step is committed or
+rolled back, and the means are delivered. `add` runs on the caller's thread; everything after it runs on the
+communication thread.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.codecs.base import is_finite
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_units import Shape, Unit
 from thinwire.data_parallel.parameters import sparse_gradient
+from thinwire.data_parallel.step_state import StepState
 from thinwire.distributed.thread import CommunicationThread
-from thinwire.errors import UsageError
+from thinwire.errors import InvalidExchange, UsageError
 
+log = logging.getLogger("thinwire")
 Means = dict[str, Tensor | None]  # by parameter; None: no rank used it
 Deliver = Callable[[Means], None]
 Failed = Callable[[BaseException], None]
-
-
-class StepState:
-    """Where the step stands: its state is committed or rolled back after one pass, or after a bracket of several."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self.opened = False  # a pass has begun since the last commit or rollback
-        self.failed = False  # it will be rolled back
-        self.bracketed = False  # it ends with its bracket and not with its pass
-        self.skipped = False  # the last pass was not finite on some rank
-        self.skips = 0
-
-    def open(self) -> None:
-        """A pass begins."""
-        if not self.opened:
-            self.opened = True
-            self.failed = False
-
-    def end_pass(self, skipped: bool) -> None:
-        """A pass is through on all ranks; `skipped`: the step must be rolled back."""
-        self.skipped = skipped
-        self.skips += skipped
-        self.failed |= skipped
-        if not self.bracketed:
-            self.close()
-
-    def close(self) -> None:
-        """Commit or roll back what the passes wrote, if there was any."""
-        if self.opened and self.failed:
-            self.exchange.rollback()
-        elif self.opened:
-            self.exchange.commit()
-        self.opened = False
-
-    @contextmanager
-    def bracket(self) -> Iterator[None]:
-        """Passes inside are one step; an exception rolls it back."""
-        if self.bracketed:
-            raise RuntimeError("a step is open already")
-        self.bracketed = True
-        try:
-            yield
-        except BaseException:
-            self.failed = True
-            raise
-        finally:
-            self.bracketed = False
-            self.close()
 
 
 @dataclass(frozen=True)
 class PassSetup:
     """What all passes of one reducer share.
 
-    parameters: by name. places: name → its unit, its span in the flat unit, its shape. dtype: of the buffers. ranks:
-    members of the group that is averaged over. agreeing: the process groups over which a step counts or does not.
-    nonfinite: what means become in a step that is rolled back, "nan" or "zero".
+    parameters: by name. places: name → its unit, its span in the flat unit, its shape. dtype: of the buffers.
+    step: that passes belong to. ranks: members of the group that is averaged over. nonfinite: what means become in a
+    step that is rolled back, "nan" or "zero".
     """
 
     parameters: dict[str, nn.Parameter]
@@ -95,14 +49,12 @@ class PassSetup:
     thread: CommunicationThread
     step: StepState
     ranks: int
-    agreeing: tuple[dist.ProcessGroup, ...]
     nonfinite: str
 
-    def maximum(self, values: Tensor) -> Tensor:
-        """Entry by entry over all ranks on which a step counts or does not, in place."""
-        for group in self.agreeing:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
-        return values
+    @property
+    def fill_of_skipped(self) -> float:
+        """What every value of a gradient is after a step that was rolled back."""
+        return math.nan if self.nonfinite == "nan" else 0.0
 
 
 class Pass:
@@ -129,10 +81,19 @@ class Pass:
         self.finite = True
         self.unit_means: dict[Unit, Tensor] = {}
         self.means: Means = {}
+        if setup.step.bracketed:
+            setup.thread.submit(setup.step.announce_pass, failed=failed)
 
     def missing_names(self) -> list[str]:
         """Parameters whose gradient has not been added, in the order in which units are sent."""
         return [name for unit in self.unsent for name in unit.parameters if name in self.missing[unit]]
+
+    def give_up(self) -> None:
+        """This rank cannot go on: what is missing goes as zeros, so that the others come to the end of the pass, and
+        learn there that it does not count."""
+        self.finite = False
+        for name in self.missing_names():
+            self.add(name, None)
 
     def add(self, name: str, gradient: Tensor | None) -> None:
         """One parameter's gradient; None: this rank did not use it."""
@@ -169,29 +130,51 @@ class Pass:
 
     def _exchange(self, unit: Unit, x: Tensor) -> None:
         """x: [unit.numel], this rank's gradients. Zeros stand in for NaN and Inf: the step will be rolled back."""
+        self.unit_means[unit] = x
+        if self.setup.step.dropped:
+            return
         if not bool(is_finite(x)):
             self.finite = False
             x = torch.zeros_like(x)
         elif self.scale != 1:
             x = x.div_(self.scale)
-        self.unit_means[unit] = x if self.setup.ranks == 1 else self.setup.exchange.reduce(unit, x, self.exact)
+        self.unit_means[unit] = x
+        if self.setup.ranks > 1:
+            try:
+                self.unit_means[unit] = self.setup.exchange.reduce(unit, x, self.exact)
+            except InvalidExchange as error:
+                log.warning("thinwire: a step is dropped: %s", error)
+                self.finite = False
+            else:
+                self.finite &= self._fits(unit, self.unit_means[unit])
+
+    def _fits(self, unit: Unit, mean: Tensor) -> bool:
+        """Will the mean, times the loss scale, be in range of its parameters' types? With a residual it may be larger
+        than any rank's gradient."""
+        limit = min(torch.finfo(self.setup.parameters[name].dtype).max for name in unit.parameters) / self.scale
+        if limit >= torch.finfo(mean.dtype).max or not mean.numel():
+            return True
+        return bool(mean.abs().max() <= limit)
 
     def _conclude(self) -> None:
         skipped, unused = self._agree()
         self.buffers.clear()  # not before: agreeing has waited for a device that may still have been reading them
         self.means = {name: self._mean(name, skipped, name in unused) for name in self.setup.places}
-        if self.setup.ranks > 1:
+        if self.setup.ranks > 1 and not self.setup.step.dropped:
             self.setup.exchange.finish_step()
         self.setup.step.end_pass(skipped)
         if self.deliver is not None:
             self.deliver(self.means)
 
     def _agree(self) -> tuple[bool, set[str]]:
-        """(was a gradient NaN or Inf on any rank, parameters that no rank used): the same on all ranks."""
+        """(was a gradient NaN or Inf on any rank, parameters that no rank used): the same on all ranks. Where they have
+        dropped the step already: parameters that this rank did not use."""
         names = list(self.setup.parameters)
+        if self.setup.step.dropped:
+            return True, set(names) - self.used
         flags = torch.tensor([not self.finite, *(name in self.used for name in names)], dtype=torch.uint8)
         device = next(iter(self.unit_means.values())).device
-        skipped, *used = self.setup.maximum(flags.to(device)).tolist()
+        skipped, *used = self.setup.step.agree(flags.to(device)).tolist()
         return bool(skipped), {name for name, flag in zip(names, used) if not flag}
 
     def _mean(self, name: str, skipped: bool, unused: bool) -> Tensor | None:
@@ -202,7 +185,7 @@ class Pass:
             return None
         mean = self.unit_means[unit][span].view(shape)
         if skipped:
-            mean.fill_(torch.nan if self.setup.nonfinite == "nan" else 0)
+            mean.fill_(self.setup.fill_of_skipped)
         elif self.scale != 1:
             mean *= self.scale
         return mean

@@ -62,8 +62,9 @@ class Handle:
     def step(self, ids: Sequence[int] | None = None, train: bool = True) -> Iterator[Self]:
         """Optional bracket of a training step: what is written to state inside is kept or dropped as a whole.
 
-        ids, train: for adapters that remember samples; here they change nothing. An exception inside drops what was
-        written.
+        ids, train: for adapters that remember samples; here they change nothing. An exception on one rank drops the
+        step on all: the others learn of it before their next reducing backward, whose gradients are then NaN (or zero),
+        or at the end of the bracket; `skipped` is true.
         """
         with self.reducer.step():
             yield self
@@ -76,7 +77,8 @@ class Handle:
         self._logged_steps = summary.steps
 
     def close(self) -> None:
-        """End the communication thread; what was saved is logged."""
+        """End the communication thread and destroy its process groups; what was saved is logged. A backward that would
+        reduce is refused after it."""
         self.reducer.close()
         self.log_summary()
 

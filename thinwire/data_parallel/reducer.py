@@ -14,26 +14,31 @@ Two words, used so everywhere in this room:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.codecs.base import is_finite
 from thinwire.collectives import Dense
-from thinwire.collectives.groups import Group, twin, world
+from thinwire.collectives.groups import ALONE, Group, destroy, twin, world
 from thinwire.config.wire import Reduction, Wire, WireLike
 from thinwire.data_parallel.checkpoint import RankState
 from thinwire.data_parallel.exchange import Exchange
-from thinwire.data_parallel.gradient_pass import Deliver, Failed, Means, Pass, PassSetup, StepState
+from thinwire.data_parallel.gradient_pass import Deliver, Failed, Means, Pass, PassSetup
 from thinwire.data_parallel.gradient_units import Unit
 from thinwire.data_parallel.parameters import describe_parameters, trainable_parameters
 from thinwire.data_parallel.precompile import precompile_averaging
+from thinwire.data_parallel.step_state import StepState
 from thinwire.distributed.config_check import check_agreement, describe
 from thinwire.distributed.summary import Summary
 from thinwire.distributed.thread import CommunicationThread
 from thinwire.errors import UsageError
 
+log = logging.getLogger("thinwire")
 NONFINITE = ("nan", "zero")  # what gradients are after a step that was rolled back
 
 
@@ -59,33 +64,40 @@ class Reducer:
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: WireLike, group: Group = None, *,
         seed: int = 0, nonfinite: str = "nan", scale: Callable[[], float] | None = None, shard_group: Group = None,
     ) -> None:  # fmt: skip
-        if nonfinite not in NONFINITE:
+        everything = list(named_parameters)
+        self.parameters = trainable_parameters(everything)
+        self.frozen = {name: p for name, p in everything if not p.requires_grad}
+        wire = Wire.of(wire)
+        self.reduction = wire.gradient or Reduction(Dense())
+        self.loss_scale = scale or (lambda: 1.0)
+        config = describe(self.reduction, "gradient") | {
+            "auto": repr(wire.auto), "seed": repr(seed), "nonfinite": repr(nonfinite),
+            "scaler": "none" if scale is None else "one", "shards": repr(world(shard_group)[0] if shard_group else 1),
+        }  # fmt: skip
+        check_agreement("thinwire", config | describe_parameters(self.parameters), group)
+        if nonfinite not in NONFINITE:  # asked after they agreed: a rank that leaves earlier lets the others wait
             raise UsageError(f"nonfinite = {nonfinite!r}: allowed are {', '.join(NONFINITE)}")
-        self.parameters = trainable_parameters(named_parameters)
         if not self.parameters:
             raise UsageError("no parameter requires a gradient: there is nothing to reduce")
-        self.reduction = Wire.of(wire).gradient or Reduction(Dense())
-        self.loss_scale = scale or (lambda: 1.0)
-        config = describe(self.reduction, "gradient") | {"seed": repr(seed)}
-        check_agreement("thinwire", config | describe_parameters(self.parameters), group)
         self.size, self.rank = world(group)
         own = twin(group) if self.size > 1 else None
         shards = twin(shard_group) if shard_group is not None and world(shard_group)[0] > 1 else None
         self.is_first = self.rank == 0 and (shards is None or world(shards)[1] == 0)  # of all ranks that agree
         precompile_averaging("gradients", self.reduction, self.parameters, self.size)
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        self.exchange = Exchange(shapes, self.reduction, own, seed)
+        self.exchange = Exchange(shapes, self.reduction, ALONE if own is None else own, seed)
         self.thread = CommunicationThread("thinwire gradients")
         self.checkpoint = RankState(self.exchange, self.rank, self.size)
-        self.step_state = StepState(self.exchange)
+        agreeing = tuple(g for g in (own, shards) if g is not None)
+        self.step_state = StepState(self.exchange, agreeing, next(iter(self.parameters.values())).device)
         self.setup = PassSetup(
             parameters=self.parameters,
             places={name: (unit, span, shape) for unit in self.units for name, span, shape in unit.spans()},
             dtype=_buffer_dtype(self.parameters.values()),
-            exchange=self.exchange, thread=self.thread, step=self.step_state, ranks=self.size,
-            agreeing=tuple(g for g in (own, shards) if g is not None), nonfinite=nonfinite,
+            exchange=self.exchange, thread=self.thread, step=self.step_state, ranks=self.size, nonfinite=nonfinite,
         )  # fmt: skip
         self.current_pass: Pass | None = None
+        self.closed = False
         self.exact = False
 
     @property
@@ -134,11 +146,23 @@ class Reducer:
         Both are taken from the call that opens the pass.
         """
         if self.current_pass is None:
+            self.check_usable()
             self.current_pass = Pass(self.setup, float(self.loss_scale()), self._exact_pass(), deliver, failed)
         for name, gradient in gradients.items():
             self.current_pass.add(name, gradient)
         if deliver is not None and self.current_pass.is_complete:
             self.current_pass = None
+
+    def check_usable(self) -> None:
+        """UsageError where it was closed, or a parameter trains that did not when it was made: nobody averages it."""
+        if self.closed:
+            raise UsageError("thinwire was closed here: its gradients are averaged by nobody; attach it again")
+        for name, p in self.frozen.items():
+            if p.requires_grad:
+                raise UsageError(
+                    f"{name} trains now and did not when thinwire was attached, so nobody averages it: wrap and attach "
+                    "again after thawing (load_state_dict carries residuals over)"
+                )
 
     def ready(self, unit: Unit) -> None:
         """The unit's .grad are complete: exchange it while others are still computed."""
@@ -173,29 +197,57 @@ class Reducer:
 
     @contextmanager
     def step(self) -> Iterator[Reducer]:
-        """State written inside is kept or dropped as a whole, by all ranks together; an exception drops it."""
+        """State written inside is kept or dropped as a whole, by all ranks together.
+
+        An exception on one rank drops it on all: the others learn of it before their next pass or at the end of the
+        step, where `skipped` is then true. Where the exchange itself is broken they cannot be told, and run into the
+        time-out of their group.
+        """
         with self.step_state.bracket():
             try:
                 yield self
-                self.thread.wait()
             except BaseException:
-                self.current_pass = None
+                self._give_up_step()
                 raise
+            self.thread.wait()
+            self.thread.submit(partial(self.step_state.announce_end, False))
+            self.thread.wait()
+
+    def _give_up_step(self) -> None:
+        """Tell the other ranks, after what is under way. The exception that is being raised is the one to see."""
+        giving_up, self.current_pass = self.current_pass, None
+        if self.thread.broken:
+            log.warning("thinwire: the exchange broke, so the other ranks cannot be told: they wait for their time-out")
+            return
+        try:
+            if giving_up is not None:
+                giving_up.give_up()
+            self.thread.submit(partial(self.step_state.announce_end, True))
+            self.thread.wait()
+        except Exception as error:
+            log.warning("thinwire: the other ranks could not be told that this step is dropped here: %s", error)
 
     def fail_step(self) -> None:
         """Roll the bracketed step back when it ends. To be called on all ranks."""
         self.step_state.failed = True
 
-    def count_plain_step(self) -> None:
-        """A step went another way, through DDP's own all-reduce: it counts, and nothing of it is skipped."""
-        self.step_state.skipped = False
-        self.exchange.count_step()
+    def end_plain_step(self, means: Sequence[Tensor]) -> None:
+        """A step went another way, through the backend's all-reduce. Where its means are not finite it is skipped.
+
+        means: all of them, with the same bits on all ranks, so that all find the same. They are overwritten where the
+        step is skipped. On a card nothing is waited for: `skipped` reads the flag when it is asked.
+        """
+        finite = torch.stack([is_finite(mean) for mean in means]).all()
+        if finite.is_cuda or not bool(finite):
+            for mean in means:
+                mean.masked_fill_(~finite, self.setup.fill_of_skipped)
+        self.step_state.end_plain_pass(finite)
 
     # --- all ranks
 
     def maximum(self, values: Tensor) -> Tensor:
         """Entry by entry over all ranks on which a step counts or does not, in place."""
-        return self.setup.maximum(values)
+        return self.step_state.maximum(values)
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's residuals, shifts and thresholds, under names that hold its rank (for torch's checkpoints)."""
@@ -206,8 +258,13 @@ class Reducer:
         self.checkpoint.load_state_dict(state)
 
     def close(self) -> None:
-        """End the thread. The process group is torch's to destroy."""
+        """End the thread, and destroy the process groups that were made here. No pass is possible after it."""
+        self.closed = True
         self.thread.close()
+        for group in (*self.step_state.agreeing, *self.reduction.collective.leave_groups(self.exchange.group)):
+            destroy(group)
+        self.step_state.agreeing = ()
+        self.exchange.leave_group()
 
 
 def _buffer_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:

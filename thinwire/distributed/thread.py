@@ -29,7 +29,8 @@ class CommunicationThread:
     def __init__(self, name: str) -> None:
         self.name = name
         self.queue: queue.Queue[_Item | None] = queue.Queue()
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # not raised yet
+        self.broken = False  # a work has raised: ranks may not be in step any more
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
         self.thread: threading.Thread | None = None
 
@@ -78,6 +79,7 @@ class CommunicationThread:
                     item.work()
         except BaseException as error:  # handed to `failed` and wait()
             self.error = error
+            self.broken = True
         if self.error is not None and item.failed is not None:
             item.failed(self.error)
 

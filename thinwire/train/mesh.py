@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from thinwire.torch_private.groups import timeout_of
 from thinwire.train.config.sections import MeshConfig
 
 
@@ -57,11 +58,12 @@ def make_mesh(config: MeshConfig, device: str = "cpu") -> Mesh:
     places = sorted({plan.rank_of[0], plan.rank_of[-1]})
     ends: dist.ProcessGroup | None = None
     pair: dist.ProcessGroup | None = None
+    timeout = timeout_of(None)
     if len(places) == 2:
         for t in range(config.tp):  # every rank makes all groups, and keeps its own
             pairs = [[(r * config.pp + place) * config.tp + t for place in places] for r in range(config.dp)]
-            both = dist.new_group([rank for one in pairs for rank in one])
-            each = [dist.new_group(one) for one in pairs]
+            both = dist.new_group([rank for one in pairs for rank in one], timeout=timeout)
+            each = [dist.new_group(one, timeout=timeout) for one in pairs]
             if t == shard:
                 ends, pair = both, each[replica]
     mine = position in places

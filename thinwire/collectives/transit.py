@@ -1,0 +1,54 @@
+"""Did every message arrive as it was sent? Both ends keep a checksum of what went from one member to another, and all
+compare them when a step ends: nothing is added to a message.
+
+The backend's own all-reduce adds values on their way and cannot be checked so. A checksum finds damage, not malice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.checksum import PRIME, checksum
+
+MIX = 0x3C6EF372  # below 2³¹: sum ← (sum·MIX + checksum) mod p, so that the order of messages counts
+WORD = 4  # bytes of a sum
+
+
+class Transit:
+    """The sums of this member, `rank` of `size`, since the last comparison: one per other member and direction."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size = size
+        self.rank = rank
+        self.sums: dict[tuple[int, int], Tensor] = {}  # (from, to) → 0-d int64
+
+    def add(self, source: int, to: int, total: Tensor) -> None:
+        """A message with that checksum (0-d) went from member `source` to member `to`; one of them is this one."""
+        before = self.sums.get((source, to))
+        self.sums[source, to] = total if before is None else (before * MIX + total) % PRIME
+
+    def table(self, device: torch.device) -> Tensor:
+        """uint8: every sum and its complement, zeros for those of others, and start anew. The maximum of all members'
+        tables holds a sum and its complement for every pair only where both ends had the same."""
+        others = [member for member in range(self.size) if member != self.rank]
+        mine = [(self.rank, member) for member in others] + [(member, self.rank) for member in others]
+        nothing = torch.zeros((), dtype=torch.int64, device=device)
+        totals = torch.stack([self.sums.get(pair, nothing).to(device) for pair in mine])
+        words = totals.view(torch.uint8).view(-1, totals.element_size())[:, :WORD]  # the lower half
+        out = torch.zeros(self.size * self.size, 2, WORD, dtype=torch.uint8, device=device)
+        out[[source * self.size + to for source, to in mine]] = torch.stack((words, ~words), dim=1)
+        self.sums.clear()
+        return out.reshape(-1)
+
+    def is_intact(self, tables: Tensor) -> Tensor:
+        """0-d bool; tables: the maximum of all members'."""
+        word, complement = tables.reshape(-1, 2, WORD).unbind(1)
+        same = (word == ~complement).all(1).view(self.size, self.size)
+        own = torch.eye(self.size, dtype=torch.bool, device=tables.device)
+        return (same | own).all()
+
+
+def checksum_of(message: Tensor) -> Tensor:
+    """0-d int64, on the message's device."""
+    return checksum(message.contiguous().view(-1).view(torch.uint8))

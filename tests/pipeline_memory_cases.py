@@ -23,6 +23,7 @@ from pipeline_support import (
     check_counts,
     check_mirrors,
     fitting,
+    gathered,
     total,
     train,
 )
@@ -30,8 +31,9 @@ from rank_cases import check, check_equal, differences
 from torch import Tensor, nn
 
 from thinwire.codecs import LowRank, Quantize
+from thinwire.collectives.groups import Group
 from thinwire.config.wire import Link, Wire
-from thinwire.memory import Delta, ErrorFeedback
+from thinwire.memory import Delta, ErrorFeedback, FileStore
 
 
 def mirrors_stay_equal_over_shuffled_epochs(name: str, steps: int) -> None:
@@ -182,9 +184,45 @@ def mirrors_in_files_or_of_half_the_ids() -> None:
         check(abs(ram.pipe.stats.hit_rate - 2 / 3) < 1e-6, f"all ids: hit rate {ram.pipe.stats.hit_rate}")
 
 
-def _stored(**store: object) -> Run:
+def _stored(group: Group = None, **store: object) -> Run:
     memory = Delta(cold=Quantize(8, block=16), **store)
-    return Run("1F1B", 4, Wire(forward=Link(Quantize(4, block=16), memory), backward=EIGHT))
+    return Run("1F1B", 4, Wire(forward=Link(Quantize(4, block=16), memory), backward=EIGHT), group=group)
+
+
+def replicas_and_runs_share_a_folder() -> None:
+    """Two pipelines of two stages, and two runs of each, with one path: files for every end, gradients those of RAM."""
+    mine = dist.get_rank() // 2
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][mine]
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(gathered(own)[0]) / "mirrors"
+        ram, one, other = _stored(group), _stored(group, path=str(folder)), _stored(group, path=str(folder))
+        for number in range(3):
+            for ids, x, y in Data(16, 8).epoch(number):
+                ram.step(x + mine, y, ids)
+                for run in (one, other):
+                    run.step(x + mine, y, ids)
+                    check_equal(f"epoch {number}", run.gradients(), ram.gradients())
+                check(not ram.pipe.skipped, f"epoch {number} was skipped")
+        check_counts("one path", one, healed=0, lost=0)
+        dist.barrier()
+        files = sorted(path.name for path in folder.iterdir())
+        check(len(files) == 2 * dist.get_world_size(), f"files {files}, not one per rank and run")
+        dist.barrier()
+
+
+def store_changed_by_somebody_else_is_healed() -> None:
+    """What somebody writes into a file of mirrors is seen: those samples are cold, and counted at both ends."""
+    data = Data(16, 8)
+    with tempfile.TemporaryDirectory() as folder:
+        run = _stored(path=folder)
+        train(run, data, range(2))
+        stores = [channel.state.stores["h"] for lane in run.pipe.lanes() for channel in lane.coded.values()]
+        for store in stores:
+            if isinstance(store, FileStore) and run.first:
+                store.path.write_bytes(bytes(store.end))
+        train(run, data, range(2, 3))
+        check_counts("changed", run, skips=0, lost=data.samples, healed=2 * data.samples)
+        check_mirrors("changed", run, list(range(data.samples)))
 
 
 def size_of_the_stores_is_said_once() -> None:

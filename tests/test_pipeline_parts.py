@@ -16,7 +16,7 @@ from thinwire.bench.pipeline_modes import MODES, predicted_bytes
 from thinwire.cli import main
 from thinwire.config.wire import Link
 from thinwire.errors import UsageError
-from thinwire.memory.store import FileStore
+from thinwire.memory.file_store import FileStore
 from thinwire.pipeline import lazy_error as lazy_module
 from thinwire.pipeline.announce import Announcement, Announcer, sample_ids
 from thinwire.pipeline.counters import store_forecast

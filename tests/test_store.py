@@ -13,7 +13,8 @@ import thinwire as tw
 from thinwire import codecs as c
 from thinwire import memory as m
 from thinwire.errors import UsageError
-from thinwire.memory.store import FileStore, RamStore
+from thinwire.memory.file_store import FileStore, remove_dead_stores, store_owner
+from thinwire.memory.store import RamStore
 
 
 @pytest.mark.parametrize("dtype", ["native", "fp32", "bf16", "int8"])
@@ -98,12 +99,79 @@ def test_unwritable_store_is_one_line():
     assert "\n" not in str(caught.value)
 
 
-def test_a_store_cut_while_in_use_is_an_error(tmp_path):
+def damaged_store(tmp_path, damage) -> FileStore:
+    """With keys 1, 2 and 3, after `damage` to its file; only 2's value is in its middle."""
     store = FileStore(tmp_path / "s", "fp32")
-    store.put(1, store.pack(torch.ones(64)))
-    os.truncate(store.path, 10)
-    with pytest.raises(OSError, match="cut while in use"):
-        store.get(1)
+    for key in (1, 2, 3):
+        store.put(key, store.pack(torch.full((64,), float(key))))
+    damage(store.path)
+    return store
+
+
+def overwrite_middle(path):
+    with path.open("r+b") as file:
+        file.seek(300)
+        file.write(b"x")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words", "lost"),
+    [(overwrite_middle, "changed by somebody else", [2]), (lambda p: os.truncate(p, 500), "cut by somebody", [2, 3])],
+)
+def test_what_somebody_else_wrote_into_a_store_is_never_read(tmp_path, caplog, damage, words, lost):
+    store = damaged_store(tmp_path, damage)
+    with pytest.raises(OSError, match=words):
+        store.get(2)
+    store.prefetch([1, 2, 3])
+    store.load([1, 2, 3])
+    assert [key for key in (1, 2, 3) if key not in store] == lost and store.lost == len(lost)
+    assert store.get(2) is None and store.get(1) is not None
+    [said] = caplog.messages
+    assert words in said and f"{len(lost)} keys are forgotten, the first is 2" in said
+    store.put(2, store.pack(torch.full((64,), 5.0)))
+    assert float(store.get(2).data[0]) == 5.0
+
+
+def test_a_checkpoint_leaves_out_what_somebody_else_wrote(tmp_path):
+    channel = tw.Channel(c.Quantize(4), m.Delta(path=str(tmp_path / "s")))
+    for key in range(3):
+        channel.send(key, torch.ones(64))
+    channel.state.stores["h"].path.write_bytes(b"x" * 100)
+    assert "h/i:0" not in channel.state_dict() and channel.state.stores["h"].lost == 3
+
+
+def test_a_store_has_its_file_alone(tmp_path):
+    """A second opener is refused and harms nothing; a store that is closed, or gone, holds nothing."""
+    first = FileStore(tmp_path / "s", "fp32")
+    first.put(1, first.pack(torch.ones(8)))
+    with pytest.raises(UsageError, match=r"the store .*/s is in use by another store") as caught:
+        FileStore(tmp_path / "s", "fp32")
+    assert "\n" not in str(caught.value) and float(first.get(1).data[0]) == 1.0
+    first.close()
+    second = FileStore(tmp_path / "s", "fp32")
+    del second
+    FileStore(tmp_path / "s", "fp32").close()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="cannot open the store"):
+        FileStore(tmp_path / "link")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_files_of_dead_runs_are_removed_and_no_others(tmp_path):
+    owner = store_owner("12345678", 0)
+    names = {name: tmp_path / f"{owner}{name}.store" for name in ("dead", "young", "used")}
+    other_machine = tmp_path / "elsewhere-12345678-rank0-dead.store"
+    own_choice = tmp_path / "mine.store"
+    used = FileStore(names["used"])
+    for path in (names["dead"], names["young"], other_machine, own_choice):
+        path.write_bytes(b"x")
+    for path in tmp_path.iterdir():
+        if path != names["young"]:
+            os.utime(path, (0, 0))
+    remove_dead_stores(tmp_path)
+    assert set(tmp_path.iterdir()) == {names["young"], names["used"], other_machine, own_choice}
+    used.close()
+    remove_dead_stores(tmp_path / "nowhere")
 
 
 def test_file_store_memory_stays_small(tmp_path):

@@ -1,5 +1,6 @@
-"""Memories: the numbers of the one rule (rule.py) and the keyed state it works on (store.py)."""
+"""Memories: the numbers of the one rule (rule.py) and the keyed state it works on (store.py, file_store.py)."""
 
+from thinwire.memory.file_store import FileStore
 from thinwire.memory.rule import (
     EF21,
     Delta,
@@ -12,7 +13,7 @@ from thinwire.memory.rule import (
     RandDiana,
     StarShift,
 )  # fmt: skip
-from thinwire.memory.store import Entry, FileStore, RamStore
+from thinwire.memory.store import Entry, RamStore
 
 __all__ = [
     "EF21",

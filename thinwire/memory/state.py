@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from thinwire.memory.file_store import FileStore
 from thinwire.memory.host import HostStore
 from thinwire.memory.rule import Memory
-from thinwire.memory.store import Entry, FileStore, Key, RamStore
+from thinwire.memory.store import Entry, Key, RamStore
 
 SLOTS = ("e", "h", "m", "q")
 
@@ -135,10 +136,10 @@ class KeyedState:
 
     def _entries(self, without: Sequence[str]) -> Iterator[tuple[str, Key, Entry]]:
         for slot in (s for s in SLOTS if s not in without):
-            for key in self.stores[slot]:
+            for key in list(self.stores[slot]):
                 entry = self.stores[slot].at_rest(key)
-                assert entry is not None
-                yield slot, key, entry
+                if entry is not None:  # a file may have been changed by somebody else
+                    yield slot, key, entry
 
 
 def key_name(key: Key) -> str:

@@ -1,21 +1,18 @@
-"""Keyed values between messages: in RAM, or in a bounded file read and written by position (pread/pwrite).
+"""Keyed values between messages, in RAM; in a file: file_store.py, in pinned host memory: host.py.
 
 A value is rounded to the store's dtype once, when it is put (`pack`); sender and receiver run the same code, so
-their copies are bitwise equal. A memory-mapped file would show up as resident memory; positional reads do not.
+their copies are bitwise equal.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import from_raw, raw_bytes
 from thinwire.codecs.quantize import Quantize
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
@@ -50,6 +47,7 @@ class RamStore:
         self.dtype = dtype
         self.share, self.limit = parse_capacity(capacity)
         self.used = 0
+        self.lost = 0  # values that were not as they had been put, and are forgotten
         self.entries: dict[Key, Entry] = {}
 
     def pack(self, value: Tensor) -> Entry:
@@ -132,116 +130,6 @@ class RamStore:
         """Forget everything."""
         self.entries.clear()
         self.used = 0
-
-
-@dataclass
-class _Slot:
-    offset: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class FileStore(RamStore):
-    """The same, in one file: an index in RAM, values by pread and pwrite. The file is this store's alone.
-
-    What a step is about to read is held in RAM once (`load`); what the next will read may come early (`prefetch`).
-    path: the file, made anew. dtype, capacity: as RamStore's.
-    """
-
-    def __init__(self, path: str | Path, dtype: str = "bf16", capacity: float | int | str = 1.0) -> None:
-        super().__init__(dtype, capacity)
-        self.path = Path(path)
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        except OSError as error:
-            raise UsageError(f"cannot open the store {self.path}: {error.strerror}") from None
-        self.slots: dict[Key, _Slot] = {}
-        self.free: dict[int, list[int]] = {}
-        self.end = 0
-        self.held: dict[Key, Entry] = {}
-        self.coming: dict[Key, Entry] = {}
-
-    def load(self, keys: Iterable[Key]) -> None:
-        wanted = [key for key in keys if key in self.slots]
-        self.held = {key: self.coming[key] if key in self.coming else self._read(self.slots[key]) for key in wanted}
-        self.coming = {}
-
-    def prefetch(self, keys: Iterable[Key]) -> None:
-        self.coming = {key: self._read(self.slots[key]) for key in keys if key in self.slots}
-
-    def get(self, key: Key) -> Entry | None:
-        if key in self.held:
-            return self.held[key]
-        slot = self.slots.get(key)
-        return None if slot is None else self._read(slot)
-
-    def _read(self, slot: _Slot) -> Entry:
-        data = torch.empty(slot.nbytes, dtype=torch.uint8)
-        view, done = memoryview(data.numpy().data), 0
-        while done < slot.nbytes:
-            read = os.preadv(self.file, [view[done:]], slot.offset + done)
-            if read == 0:
-                raise OSError(f"the store {self.path} ends at {slot.offset + done}: it was cut while in use")
-            done += read
-        return Entry(from_raw(data, slot.dtype), slot.shape)
-
-    def put(self, key: Key, entry: Entry) -> bool:
-        self.forget_if_reshaped(key, entry)
-        if not self.admits(key, entry.nbytes):
-            return False
-        slot = self.slots.get(key)
-        offset = self._place(entry.nbytes) if slot is None else slot.offset
-        self._drop_copies(key)
-        view, done = memoryview(raw_bytes(entry.data.cpu()).numpy().data), 0
-        try:
-            while done < entry.nbytes:
-                done += os.pwrite(self.file, view[done:], offset + done)
-        except OSError as error:
-            raise UsageError(f"cannot write the store {self.path}: {error.strerror}") from error
-        if slot is None:
-            self.used += entry.nbytes
-        self.slots[key] = _Slot(offset, entry.nbytes, entry.shape, entry.data.dtype)
-        return True
-
-    def _place(self, size: int) -> int:
-        """Room for a new value: a hole of the same size, or the end of the file."""
-        if self.free.get(size):
-            return self.free[size].pop()
-        self.end += size
-        return self.end - size
-
-    def size_of(self, key: Key) -> int:
-        return self.slots[key].nbytes
-
-    def shape_of(self, key: Key) -> tuple[int, ...] | None:
-        return self.slots[key].shape if key in self.slots else None
-
-    def _drop_copies(self, key: Key) -> None:
-        self.held.pop(key, None)
-        self.coming.pop(key, None)
-
-    def forget(self, key: Key) -> None:
-        self._drop_copies(key)
-        slot = self.slots.pop(key, None)
-        if slot is not None:
-            self.used -= slot.nbytes
-            self.free.setdefault(slot.nbytes, []).append(slot.offset)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.slots
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self.slots)
-
-    def close(self) -> None:
-        """Forget everything and remove the file."""
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
-            self.path.unlink(missing_ok=True)
-        self.slots.clear()
 
 
 def parse_capacity(capacity: float | int | str) -> tuple[float, int | None]:

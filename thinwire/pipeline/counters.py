@@ -27,6 +27,7 @@ class Counters:
     cold, warm: visits of samples without and with a mirror.
     nonfinite: messages with NaN or Inf. rejected: frames that were damaged, stale or foreign.
     rollbacks: of channels.
+    lost: samples whose mirrors in a file were changed by somebody else, and are cold at their next visit.
     """
 
     steps: int
@@ -40,6 +41,7 @@ class Counters:
     nonfinite: int
     rejected: int
     rollbacks: int
+    lost: int
 
     @property
     def hit_rate(self) -> float:
@@ -54,7 +56,8 @@ class Counters:
         raw = _sum(lanes, "forward", "raw_bytes") + _sum(lanes, "backward", "raw_bytes")
         every = [channel.stats for lane in lanes for _, channel in lane.channels()]
         rest = {n: sum(getattr(s, n) for s in every) for n in ("cold", "warm", "nonfinite", "rejected", "rollbacks")}
-        return Counters(steps, skips, healed, forward, backward, raw, **rest)
+        lost = sum(channel.state.stores["h"].lost for lane in lanes for _, channel in lane.channels())
+        return Counters(steps, skips, healed, forward, backward, raw, **rest, lost=lost)
 
 
 def _sum(lanes: Iterable[Lane], direction: str, field: str) -> int:

@@ -19,6 +19,8 @@ from thinwire.collectives.groups import world
 from thinwire.config.wire import Link
 from thinwire.distributed.config_check import describe
 from thinwire.errors import UsageError
+from thinwire.memory import Memory
+from thinwire.memory.file_store import remove_dead_stores, store_owner
 from thinwire.pipeline.announce import Announcer
 from thinwire.pipeline.dropout import find_dropout
 from thinwire.pipeline.lane import Lane
@@ -38,6 +40,7 @@ class StageInfo:
     inputs, outputs: declared shapes and dtypes, in words; None where nothing is declared.
     dropout: names of modules that drop values at random.
     first_tag: a random number that the pipeline's tags count from; stage 0's is used.
+    run: a random id of this pipeline, in the names of its stores' files; stage 0's is used.
     """
 
     stages: int
@@ -46,6 +49,7 @@ class StageInfo:
     outputs: tuple[str, ...] | None
     dropout: list[str]
     first_tag: int
+    run: str
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,12 @@ def shake_hands(
     infos, rank_of = _merged(everyone)
     for index in range(len(infos) - 1):
         _compare(index, infos[index], infos[index + 1])
+    owner = store_owner(infos[0].run, world(None)[1])
     connections = {}
     for stage in stages:
+        lanes = _lanes(stage, rank_of, rank, owner)
         choices = _choices(stage, plan, size)
-        connections[stage.stage_index] = Connections(_lanes(stage, rank_of, rank), choices, infos[0].first_tag, rank_of)
+        connections[stage.stage_index] = Connections(lanes, choices, infos[0].first_tag, rank_of)
     per_sample = _per_sample(stages[0].wire.forward)
     if per_sample:
         _warn_of_dropout({index: info.dropout for index, info in own.items()}, len(infos) - 1)
@@ -119,7 +125,7 @@ def _stage_info(stage: PlannedStage, options: Mapping[str, str]) -> StageInfo:
     dropout = find_dropout(stage.submod) if stage.dropout != "ignore" and stage.submod.training else []
     inputs, outputs = stage.declared
     first_tag = int.from_bytes(os.urandom(4), "little")
-    return StageInfo(stage.num_stages, config, inputs, outputs, dropout, first_tag)
+    return StageInfo(stage.num_stages, config, inputs, outputs, dropout, first_tag, os.urandom(4).hex())
 
 
 def _merged(everyone: list[dict[int, StageInfo]]) -> tuple[dict[int, StageInfo], dict[int, int]]:
@@ -152,17 +158,20 @@ def _compare(index: int, one: StageInfo, other: StageInfo) -> None:
         )
 
 
-def _lanes(stage: PlannedStage, rank_of: Mapping[int, int], rank: int) -> Lanes:
+def _lanes(stage: PlannedStage, rank_of: Mapping[int, int], rank: int, owner: str) -> Lanes:
     """Lanes to the neighbours on other ranks; between stages of one rank torch hands tensors over."""
+    for link in (stage.wire.forward, stage.wire.backward):
+        if link is not None and isinstance(link.memory, Memory) and link.memory.path is not None:
+            remove_dead_stores(link.memory.path)
     s = stage.stage_index
     wire = stage.wire
     lanes = Lanes()
     if s > 0 and rank_of[s - 1] != rank:
-        lanes.incoming["forward"] = Lane(wire.forward, f"forward {s - 1}→{s}", "recv", stage.seed)
-        lanes.outgoing["backward"] = Lane(wire.backward, f"backward {s}→{s - 1}", "send", stage.seed)
+        lanes.incoming["forward"] = Lane(wire.forward, f"forward {s - 1}→{s}", "recv", stage.seed, owner)
+        lanes.outgoing["backward"] = Lane(wire.backward, f"backward {s}→{s - 1}", "send", stage.seed, owner)
     if s + 1 < len(rank_of) and rank_of[s + 1] != rank:
-        lanes.outgoing["forward"] = Lane(wire.forward, f"forward {s}→{s + 1}", "send", stage.seed)
-        lanes.incoming["backward"] = Lane(wire.backward, f"backward {s + 1}→{s}", "recv", stage.seed)
+        lanes.outgoing["forward"] = Lane(wire.forward, f"forward {s}→{s + 1}", "send", stage.seed, owner)
+        lanes.incoming["backward"] = Lane(wire.backward, f"backward {s + 1}→{s}", "recv", stage.seed, owner)
     return lanes
 
 

@@ -25,6 +25,7 @@ from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
 from thinwire.memory import Memory, Plain
 from thinwire.memory.channel import Channel
+from thinwire.memory.file_store import SUFFIX
 from thinwire.memory.store import Key
 from thinwire.pipeline.lazy_error import Trial
 
@@ -61,13 +62,15 @@ class Lane:
     name: direction and boundary ("forward 1→2"), equal at both ends.
     end: "send" or "recv".
     seed: the run's, equal at both ends.
+    owner: what names of its stores' files begin with, unlike any other rank's or run's (file_store.store_owner).
     """
 
-    def __init__(self, link: Link | None, name: str, end: str, seed: int) -> None:
+    def __init__(self, link: Link | None, name: str, end: str, seed: int, owner: str = "") -> None:
         self.link = link or AS_IS
         self.name = name
         self.end = end
         self.seed = seed
+        self.owner = owner
         has_trial = self.link.memory == "auto" and end == "send"
         self.trial = Trial(name, self.link.codec, seed) if has_trial else None
         if self.memory.refresh:
@@ -179,7 +182,7 @@ class Lane:
         memory = self.memory
         if memory.path is None:
             return memory
-        name = f"{self.name.replace(' ', '-').replace('→', '-')}-{self.end}-{index}.store"
+        name = f"{self.owner}{self.name.replace(' ', '-').replace('→', '-')}-{self.end}-{index}{SUFFIX}"
         return replace(memory, path=str(Path(memory.path) / name))
 
     # --- steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from channel_support import DELTAS, MEMORIES, digests, ends, move
@@ -16,6 +17,7 @@ import thinwire as tw
 from thinwire import codecs as c
 from thinwire import memory as m
 from thinwire.codecs.frame import BYTES
+from thinwire.errors import UsageError
 
 
 @given(st.sampled_from(MEMORIES), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.data())
@@ -157,6 +159,32 @@ def test_unbalanced_steps_are_errors():
 def test_bad_row_keys(keys, said):
     with pytest.raises(ValueError, match=said):
         tw.Channel(c.Quantize(4), m.Delta()).send(keys, torch.ones(3, 8))
+
+
+@pytest.mark.parametrize(
+    "key", [None, 1.0, True, b"a", (1, 2), torch.tensor(1), np.bool_(True), np.float32(1)], ids=repr
+)
+def test_keys_that_no_checkpoint_could_name_are_refused(key):
+    channel = tw.Channel(c.Quantize(4), m.Delta(), name="wire")
+    calls = [lambda: channel.digest(key), lambda: channel.forget(key), lambda: channel.is_warm(key, (8,))]
+    calls += [lambda: channel.send([key, 2], torch.ones(2, 8)), lambda: channel.nbytes([key], (1, 8), torch.float32)]
+    for call in calls:
+        with pytest.raises(UsageError, match="must be a text or a whole number") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert not list(channel.state.stores["h"])
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.text(st.characters(codec="utf-8")), min_size=1, unique=True))
+def test_all_other_keys_survive_a_checkpoint(keys):
+    """NumPy's whole numbers too, which are Python's from then on."""
+    pair, again = ends(c.Quantize(4), m.Delta()), tw.Channel(c.Quantize(4), m.Delta())
+    given_keys = [np.int64(key) if isinstance(key, int) else np.str_(key) for key in keys]
+    x = torch.ones(len(keys), 8)
+    pair[1].recv(keys, pair[0].send(given_keys, x), x.shape, x.dtype)
+    again.load_state_dict(pair[0].state_dict())
+    assert digests(again, keys) == digests(pair[1], given_keys) == digests(pair[0], keys)
+    assert all(again.is_warm(key, (8,)) for key in keys)
 
 
 @pytest.mark.parametrize("memory", [m.ErrorFeedback(), m.EF21(), m.Delta(cold=c.Cast("fp16"))], ids=lambda k: k.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 import pytest
@@ -172,6 +173,50 @@ def test_files_of_dead_runs_are_removed_and_no_others(tmp_path):
     assert set(tmp_path.iterdir()) == {names["young"], names["used"], other_machine, own_choice}
     used.close()
     remove_dead_stores(tmp_path / "nowhere")
+
+
+def test_a_commit_that_fails_leaves_nothing_at_one_end_only(tmp_path, monkeypatch):
+    """The disk is full at the third of four writes, of samples known and unknown: those written are forgotten, the
+    others are as before, and the next visits of all are received."""
+    memories = [m.Delta(path=str(tmp_path / name)) for name in ("sender", "receiver")]
+    pair = [tw.Channel(c.Quantize(4), memory) for memory in memories]
+
+    def visit(x: torch.Tensor, ids: list[int]) -> torch.Tensor:
+        for end in pair:
+            end.begin()
+        return pair[1].recv(ids, pair[0].send(ids, x), x.shape, x.dtype)
+
+    visit(torch.ones(3, 64), [1, 3, 9])
+    for end in pair:
+        end.commit()
+    before = [pair[0].digest(key) for key in (3, 9)]
+    visit(2 * torch.ones(4, 64), [1, 2, 3, 4])
+    room = [2]
+
+    def nearly_full(*arguments):
+        room[0] -= 1
+        if room[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*arguments)
+
+    real = os.pwrite
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", nearly_full)
+        with pytest.raises(UsageError, match="No space left"):
+            pair[0].commit()
+    for end in pair:
+        end.rollback()
+    kept = {key: pair[0].digest(key) for key in (1, 2, 3, 4, 9)}
+    assert kept[9] == before[1] and [key for key in kept if kept[key] < 0] == [1, 2, 3, 4]
+    assert pair[0].state.stores["h"].used == 128
+    other = {key: pair[1].digest(key) for key in kept}
+    for key in (key for key in kept if kept[key] != other[key]):  # as a pipeline does at the start of a step
+        for end in pair:
+            end.forget(key)
+    visit(3 * torch.ones(5, 64), [1, 2, 3, 4, 9])
+    for end in pair:
+        end.commit()
+    assert [pair[0].digest(key) for key in kept] == [pair[1].digest(key) for key in kept]
 
 
 def test_file_store_memory_stays_small(tmp_path):

@@ -25,7 +25,7 @@ from thinwire.memory.deferred import DeferredChecks
 from thinwire.memory.group_reduce import Averaging, State, reduce_by_rule
 from thinwire.memory.keyed_codec import KeyedCodec, Layout
 from thinwire.memory.rule import Memory, Plain
-from thinwire.memory.state import KeyedState, key_name, parse_key
+from thinwire.memory.state import KeyedState, check_key, key_name, parse_key
 from thinwire.memory.stats import Stats
 from thinwire.memory.store import Key, MessageKey
 
@@ -80,7 +80,8 @@ class Channel:
         self.deferred.open.clear()
 
     def commit(self) -> None:
-        """Keep every write since begin. Deferred checks must have been resolved."""
+        """Keep every write since begin. Deferred checks must have been resolved. Where the state cannot be written (a
+        full disk) it is as KeyedState.commit says: roll back."""
         if self.deferred.open:
             raise RuntimeError(
                 f"{self.name}: checks of this step's messages are open: resolve_checks() before commit()"
@@ -109,6 +110,7 @@ class Channel:
         so, and no change of state (the receiver gets NaN, and the step is for the caller to roll back). "later": the
         same, or the check may be deferred (`resolve_checks`), and the caller then has to roll back.
         """
+        key = self._checked(key)
         layout = self._layout(key, tuple(x.shape), x.dtype)
         header = self._header(key, layout.kind)
         frame = torch.empty(framing.BYTES + layout.nbytes, dtype=torch.uint8, device=x.device)
@@ -136,6 +138,7 @@ class Channel:
         """Frame → y of that shape and dtype. A frame that is not the expected one raises ValueError and changes
         nothing; with `later` the check may be deferred (`resolve_checks`): y is then NaN, and the caller has to roll
         back."""
+        key = self._checked(key)
         if later and self._may_defer(wire.device):
             y = self._recv_unchecked(key, wire, tuple(shape), dtype)
         else:
@@ -174,11 +177,11 @@ class Channel:
 
     def nbytes(self, key: MessageKey, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Exactly how long the next frame for this key and a tensor of that shape and dtype will be, at either end."""
-        return framing.BYTES + self._layout(key, tuple(shape), dtype).nbytes
+        return framing.BYTES + self._layout(self._checked(key), tuple(shape), dtype).nbytes
 
     def is_warm(self, key: Key, shape: Sequence[int]) -> bool:
         """Does this end hold a mirror of that shape for the key?"""
-        return self.state.is_warm(key, tuple(shape))
+        return self.state.is_warm(check_key(key), tuple(shape))
 
     def digest(self, key: Key) -> int:
         """The checksum of a key's mirror, −1 where there is none."""
@@ -189,7 +192,7 @@ class Channel:
         out = torch.full((len(keys),), -1, dtype=torch.int64)
         alike: dict[tuple[torch.dtype, torch.Size, torch.device], list[tuple[int, Tensor]]] = {}
         for i, key in enumerate(keys):
-            h = self.state.read("h", key)
+            h = self.state.read("h", check_key(key))
             if h is not None:
                 alike.setdefault((h.dtype, h.shape, h.device), []).append((i, raw_bytes(h)))
         for rows in alike.values():
@@ -198,6 +201,7 @@ class Channel:
 
     def forget(self, key: Key) -> None:
         """Drop all state of a key: its next message is cold. Both ends must do so."""
+        key = check_key(key)
         self.state.forget(key)
         self.counts.pop(key, None)
         self.collective_state.pop(key, None)
@@ -208,6 +212,7 @@ class Channel:
         """The mean of x over the group, through the collective: y = h̄ + mean d_i (memory/group_reduce.py)."""
         if not isinstance(self.codec, Averaging):
             raise UsageError(f"{self.name}: reduce takes a collective, not {self.codec!r}")
+        key = check_key(key)
         own_state = dict(self.staged_collective.get(key) or self.collective_state.get(key, {}))
         y = reduce_by_rule(
             self.codec, self.state, key, x, group, collective_state=own_state, step=self.step, seed=self._seed(key)
@@ -255,11 +260,16 @@ class Channel:
             self._check_rows(key, shape)
         return self._coder().layout(key, shape, dtype, self._seed, warm)
 
+    def _checked(self, key: MessageKey) -> MessageKey:
+        """The key, or the list of keys, as Python's texts and whole numbers."""
+        try:
+            if isinstance(key, Sequence) and not isinstance(key, (str, bytes)):
+                return [check_key(one) for one in key]
+            return check_key(key)
+        except UsageError as error:
+            raise UsageError(f"{self.name}: {error}") from None
+
     def _check_rows(self, keys: Sequence[Key], shape: tuple[int, ...]) -> None:
-        if not isinstance(keys, Sequence):
-            raise ValueError(
-                f"{self.name}: key {keys!r}: must be a text, a whole number, or a list of them, one per row"
-            )
         if not shape or shape[0] != len(keys):
             raise ValueError(f"{self.name}: {len(keys)} keys for a tensor of shape {shape}: one key per row")
         if len(set(keys)) != len(keys):

@@ -134,6 +134,10 @@ class FileStore(RamStore):
             while done < entry.nbytes:
                 done += os.pwrite(self.file, view[done:], offset + done)
         except OSError as error:
+            if slot is None:
+                self.free.setdefault(entry.nbytes, []).append(offset)
+            else:
+                self.forget(key)  # its former value may be half overwritten
             raise UsageError(f"cannot write the store {self.path}: {error.strerror}") from error
         if slot is None:
             self.used += entry.nbytes

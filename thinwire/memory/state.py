@@ -7,10 +7,12 @@ staged, and read back as they will be stored; `commit` keeps them, `rollback` dr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
+from thinwire.errors import UsageError
 from thinwire.memory.file_store import FileStore
 from thinwire.memory.host import HostStore
 from thinwire.memory.rule import Memory
@@ -92,15 +94,27 @@ class KeyedState:
         self.staged = {}
 
     def commit(self) -> None:
-        """Keep what was staged. A write that fails (a full disk) leaves the rest staged and the error to the caller."""
+        """Keep what was staged.
+
+        Mirrors go first, since only their store can fail (a full disk). Where it does, mirrors that were written
+        already are forgotten, everything else is as it was at `begin`, and the error goes to the caller, who has to
+        roll back.
+        """
         staged = self._open()
-        for slot, key in list(staged):
-            entry = staged[slot, key]
-            if entry is None:
-                self.stores[slot].forget(key)
-            else:
-                self.stores[slot].put(key, entry)
-            del staged[slot, key]
+        written: list[Key] = []
+        try:
+            for slot, key in sorted(staged, key=lambda place: place[0] != "h"):
+                entry = staged[slot, key]
+                if entry is None:
+                    self.stores[slot].forget(key)
+                else:
+                    written += [key] if slot == "h" else []
+                    self.stores[slot].put(key, entry)
+        except BaseException:
+            for key in written:
+                self.stores["h"].forget(key)
+            self.staged = {}
+            raise
         self.staged = None
 
     def rollback(self) -> None:
@@ -140,6 +154,16 @@ class KeyedState:
                 entry = self.stores[slot].at_rest(key)
                 if entry is not None:  # a file may have been changed by somebody else
                     yield slot, key, entry
+
+
+def check_key(key: object) -> Key:
+    """A text or a whole number (NumPy's too), as Python has it: what a checkpoint can name. Else UsageError."""
+    if isinstance(key, str):
+        return str(key)
+    if isinstance(key, Integral) and not isinstance(key, bool):
+        return int(key)
+    said = " ".join(repr(key).split())
+    raise UsageError(f"key {said:.60}: must be a text or a whole number, or in a message a list of them, one per row")
 
 
 def key_name(key: Key) -> str:

@@ -209,18 +209,25 @@ class Lane:
         keep: commit. count: count a rollback in the channels' statistics.
         """
         self.step = None
+        problems: list[UsageError] = []
         for _, channel in self.channels():
-            if keep:
-                channel.commit()
-            elif count:
+            try:
+                if keep:
+                    channel.commit()
+                elif count:
+                    channel.rollback()
+                else:
+                    channel.state.rollback()
+            except UsageError as error:  # a store that cannot be written: the others end their step all the same
                 channel.rollback()
-            else:
-                channel.state.rollback()
+                problems.append(error)
         for channel, key in self._lost:
             channel.state.forget(key)
         if self.trial is not None:
             self.trial.end_step(keep)
             self._change_memory(self.trial.memory)
+        if problems:
+            raise problems[0]
 
     def _change_memory(self, memory: Memory) -> None:
         """Use another memory from the next step on; residuals of the former one are dropped."""
@@ -243,8 +250,6 @@ class Lane:
         for channel in self.coded.values():
             channel.state.stores["h"].load(ids)
         per_tensor = [channel.digests(ids) for channel in self.coded.values()]
-        if not per_tensor:
-            return torch.full((len(ids),), -1, dtype=torch.int64)
         stacked = torch.stack(per_tensor)  # below 2³² each, so that the weighted sum stays far below 2⁶³
         weights = torch.arange(1, len(per_tensor) + 1)[:, None]
         return torch.where((stacked >= 0).all(dim=0), (stacked * weights).sum(dim=0), -1)

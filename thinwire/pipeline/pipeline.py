@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -192,13 +192,12 @@ class Pipeline:
     def _end(self, keep: bool, count: bool, failed: bool) -> None:
         """Commit or roll back on this rank; `count` and `failed` as of Lane.end_step and PlannedStage.end_step."""
         self._prefetch.join()
-        try:
-            for lane in self.lanes():
-                lane.end_step(keep, count)
-        finally:  # a store that cannot be written (a full disk) is the error to show, not that a step is open
-            self.announced = None
+        self.announced = None
+        with ExitStack() as ending:  # of all stages and lanes, also where a store cannot be written (a full disk)
             for stage in self.stages:
-                stage.end_step(failed)
+                ending.callback(stage.end_step, failed)
+            for lane in self.lanes():
+                ending.callback(lane.end_step, keep, count)
         if keep:
             self._estimate()
             self._warn_of_shape()

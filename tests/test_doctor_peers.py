@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from thinwire.bench import link as lab_bench
 from thinwire.cli import main
-from thinwire.doctor import probe
+from thinwire.doctor import connection, probe
+from thinwire.doctor.connection import Connection, ProtocolError, reach
 from thinwire.doctor.interfaces import address_of, gloo_choice, interface_of
 from thinwire.doctor.peers import Peer, diagnose, examine, gloo_advice, read_place, verdict
 from thinwire.errors import UsageError
@@ -53,7 +57,7 @@ def measured(net: Network, out: Path) -> dict[str, Any]:
     for _ in range(3):
         results = net.run(two_machines, str(out), timeout=60)
         assert list(results) == [0, 1]
-        assert all(seen.sent < probe.MOST + 1_000_000 for seen in results.traffic.values())
+        assert all(seen.sent < connection.MOST + 1_000_000 for seen in results.traffic.values())
         told: dict[str, Any] = json.loads(out.read_text())
         best = {way: max(rate, told["peers"][0][way]) for way, rate in best.items()}
         if min(best.values()) > 0.85 * RATE:
@@ -103,14 +107,16 @@ def listener() -> Iterator[int]:
 
 def test_loopback_survives_strangers(listener: int) -> None:
     """Garbage, a wrong version, a port it must not connect to: dropped; who comes after them is served."""
-    for line in (b"GET / HTTP/1.0\r\n\r\n", b"[1]\n", b'{"thinwire": 9, "do": "hello"}\n', b"\xff\n", b"x" * 2000):
-        with probe.reach(("127.0.0.1", listener)) as peer:
-            peer.sendall(line)
-    with probe.reach(("127.0.0.1", listener)) as peer:
-        probe.say(peer, {"thinwire": 1, "do": "back"})
-        probe.say(peer, {"port": 22})
-        with pytest.raises((probe.ProtocolError, ConnectionError)):
-            probe.hear(peer)
+    for line in (b"GET / HTTP/1.0\r\n\r\n", b"[1]\n", b'{"thinwire": 9, "do": "hello"}\n', b"\xff\n", b"x" * 2000,
+                 b'{"thinwire": 1, "do": []}\n', b'{"thinwire": true, "do": {}}\n', b"[" * 499 + b"\n"):  # fmt: skip
+        with reach(("127.0.0.1", listener)) as peer:
+            peer.send(line)
+    for port in (22, "abc", [1], 10**400, True, None, 2000.5):
+        with reach(("127.0.0.1", listener)) as peer:
+            peer.say({"thinwire": 1, "do": "back"})
+            peer.say({"port": port})
+            with pytest.raises((ProtocolError, ConnectionError)):
+                peer.hear()
     found = examine("127.0.0.1", listener)
     assert found.ok and found.interface == "lo" and found.download and found.download > 1e8
     assert found.round_trip is not None and found.round_trip < 0.1
@@ -130,11 +136,11 @@ def test_a_success_says_nothing_of_failures() -> None:
 
 def test_a_reset_before_the_listener_is_done_ends_its_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        asker = probe.reach(server.getsockname())
+        asker = reach(server.getsockname())
         peer = server.accept()[0]
-        probe.drop(asker)
+        asker.drop()
         with peer:
-            probe._download(peer, "")  # its shutdown finds no connection any more
+            probe._download(Connection(peer), "")  # its shutdown finds no connection any more
 
 
 def answering(reply: bytes) -> tuple[socket.socket, threading.Thread]:
@@ -160,13 +166,100 @@ def test_something_else_on_the_port(reply: bytes) -> None:
     assert found.problem == "something else listens there" and "--listen" in found.remedy
 
 
+HELLO = {"thinwire": 1, "address": "127.0.0.1", "time": 1e9}
+ESCAPE = "\x1b[2J\x1b[1;31mb:29400: ready.\r\n\u202e"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"address": ESCAPE}, {"address": [1]}, {"time": 10**400}, {"time": True}, {"time": "now"}, {"thinwire": [1]}],
+    ids=str,
+)
+def test_a_peer_that_says_something_else_is_not_believed(change: dict[str, Any]) -> None:
+    server, thread = answering(json.dumps(HELLO | change).encode() + b"\n")
+    with server:
+        found = examine("127.0.0.1", server.getsockname()[1])
+    thread.join()
+    assert found.problem == "something else listens there"
+
+
+@pytest.mark.parametrize("question", [probe.port_there, probe.port_here, probe.upload])
+@pytest.mark.parametrize("value", ["abc", [1], 10**400, -1, ESCAPE, {}, 1e400, True], ids=lambda value: f"{value!r:.9}")
+def test_answers_of_other_types_are_one_clean_line(question: Any, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "pour", lambda _: None)
+    if question is not probe.upload and value is True:
+        value = 1
+    server, thread = answering(json.dumps(dict.fromkeys(("port", "ok", "rate"), value)).encode() + b"\n")
+    with server, reach(server.getsockname()) as peer, pytest.raises(ProtocolError) as caught:
+        question(peer)
+    thread.join()
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 80
+
+
+@given(st.text())
+def test_what_is_shown_is_one_short_line(text: str) -> None:
+    shown = connection.clean(text)
+    assert shown.isprintable() and len(shown) <= connection.SHOWN + 1
+
+
+def test_a_connection_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte at a time, each in time, does not hold the listener for longer than a connection may last."""
+    monkeypatch.setattr(connection, "SECONDS", 0.5)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        peer = FakeTcp(ours)
+        stop = threading.Event()
+        dripping = threading.Thread(target=drip, args=(theirs, stop))
+        dripping.start()
+        with pytest.raises((ProtocolError, TimeoutError), match=r"it takes longer|timed out"):
+            peer.hear()
+        stop.set()
+        dripping.join()
+
+
+def test_a_connection_takes_no_more_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a measurement's bytes what is still on its way is read to a bound, not for as long as it comes."""
+    monkeypatch.setattr(connection, "MOST", 100_000)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        taken = threading.Thread(target=lambda: expect_refusal(FakeTcp(ours)))
+        taken.start()
+        theirs.settimeout(10)
+        sent = 0
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
+            while sent < 10_000_000:
+                sent += theirs.send(bytes(10_000))
+        taken.join()
+    assert sent < 1_000_000  # what was taken, and the kernel's own buffers
+
+
+def expect_refusal(peer: Connection) -> None:
+    with pytest.raises(ProtocolError, match="more than 100000 bytes"):
+        probe._upload(peer, "")
+    peer.peer.close()
+
+
+class FakeTcp(Connection):
+    """Over a pair of sockets that are not TCP's."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self.peer = peer
+        self.until = time.monotonic() + connection.SECONDS
+        self.room = connection.MOST + connection.LINE
+
+
+def drip(peer: socket.socket, stop: threading.Event) -> None:
+    while not stop.wait(0.02):
+        peer.send(b" ")
+
+
 def unknown(*_: object, **__: object) -> None:
     """A look-up that fails, without asking any server."""
     raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 
 def test_names_and_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "PATIENCE", 0.2)
+    monkeypatch.setattr(connection, "PATIENCE", 0.2)
     with monkeypatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", unknown)
         assert "is not known here" in examine("no-such-host", 29400).problem

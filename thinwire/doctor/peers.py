@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from thinwire.doctor import probe
+from thinwire.doctor import connection, probe
+from thinwire.doctor.connection import Connection, ProtocolError
 from thinwire.doctor.interfaces import VARIABLE, address_of, gloo_choice, interface_of, path_mtu
 from thinwire.errors import UsageError
 from thinwire.quantities import parse_time, show_rate
 from thinwire.terminal import progress, table, write_json
 
 PORT = "29400"  # torchrun's own for its rendezvous: what is open for one is open for the other
+LATEST = 1e11  # seconds that a clock may say, some thousand years from now
 CLOCK = 1.0  # seconds by which clocks may differ before it is worth a word
 ABSENT = "–"
 
@@ -135,36 +137,35 @@ def examine(host: str, port: int, source: str = "") -> Peer:
     to do."""
     name = f"{host}:{port}"
     try:
-        with probe.reach((host, port), source) as first:
+        with connection.reach((host, port), source) as first:
             base = _first(first, name)
-    except probe.ProtocolError:
+    except ProtocolError:
         return Peer(name, "something else listens there", "choose another port on both sides: --listen 29411")
     except OSError as error:
         return Peer(name, *_why(error, host, port))
     try:
         return _rest(base, (host, port), source)
-    except (probe.ProtocolError, OSError) as error:
+    except (ProtocolError, OSError) as error:
         return Peer(**asdict(base) | {"problem": f"broken off: {error}", "remedy": "is --listen still running there?"})
 
 
-def _first(peer: socket.socket, name: str) -> Peer:
+def _first(peer: Connection, name: str) -> Peer:
     began = time.time()
     answer = probe.ask(peer, "hello")
-    clock = answer.get("time")
-    if answer.get("thinwire") != probe.VERSION or not isinstance(clock, float):
-        raise probe.ProtocolError("another version")
-    local = probe.plain(peer.getsockname()[0])
+    connection.whole(answer, "thinwire", probe.VERSION, probe.VERSION)
+    clock = connection.number(answer, "time", 0.0, LATEST)
+    local = probe.plain(peer.peer.getsockname()[0])
     return Peer(
-        name, local=local, interface=interface_of(local), seen_as=str(answer.get("address")), mtu=path_mtu(peer),
-        clock=clock - (began + time.time()) / 2,
+        name, local=local, interface=interface_of(local), seen_as=connection.address(answer, "address"),
+        mtu=path_mtu(peer.peer), clock=clock - (began + time.time()) / 2,
     )  # fmt: skip
 
 
 def _rest(base: Peer, place: tuple[str, int], source: str) -> Peer:
     """Round trip, rates, ports; then what they mean."""
 
-    def ask(question: Callable[[socket.socket], object]) -> object:
-        with probe.reach(place, source) as peer:
+    def ask(question: Callable[[Connection], object]) -> object:
+        with connection.reach(place, source) as peer:
             return question(peer)
 
     found = {
@@ -185,7 +186,7 @@ def _why(error: OSError, host: str, port: int) -> tuple[str, str]:
     if isinstance(error, ConnectionRefusedError):
         return f"nothing listens on port {port} there", f"start `thinwire doctor --listen {port}` on {host}"
     if isinstance(error, TimeoutError):
-        return f"no answer within {probe.PATIENCE:.0f} s", (
+        return f"no answer within {connection.PATIENCE:.0f} s", (
             f"is {host} on, is the address right, and does its firewall let TCP port {port} in?"
         )
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):

@@ -1,6 +1,7 @@
-"""The wire of `thinwire doctor --listen` and `--peers`: one connection per question, bounded in time and bytes.
+"""The questions of `thinwire doctor --peers` and the answers of `--listen`: one connection per question.
 
-A connection begins with one line of JSON, {"thinwire": 1, "do": …}. Then, by what it asks for:
+A connection (connection.py) is bounded in time and bytes. It begins with one line of JSON, {"thinwire": 1, "do": …}.
+Then, by what it asks for:
     hello     ← {"address": the asker's as seen here, "time": this clock}
     ping      → one byte, ← the same byte, up to PINGS times
     download  ← bytes until the asker closes, MOST at most
@@ -13,164 +14,77 @@ The listener sends nothing but to who asked it, and connects to nobody else.
 from __future__ import annotations
 
 import errno
-import json
-import select
 import socket
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
-from typing import Any
+
+from thinwire.doctor import connection
+from thinwire.doctor.connection import Answer, Connection, ProtocolError, clean, flag, number, reach, whole
 
 VERSION = 1
 PINGS = 20
-MOST = 8_000_000  # bytes of a rate's measurement
-LONGEST = 2.0  # seconds of it
-PATIENCE = 4.0  # seconds to connect, or to wait for an answer
-LINE = 500  # bytes of a request or an answer
-BLOCK = bytes(16_384)
-SETTLED = 0.2  # share of a transfer that is left out: TCP is still finding its speed
-
-
-class ProtocolError(Exception):
-    """The other side is something else than a thinwire doctor."""
-
-
-Answer = dict[str, Any]
-
-
-def say(peer: socket.socket, answer: Answer) -> None:
-    """Send `answer` to `peer` as one line of JSON."""
-    peer.sendall(json.dumps(answer).encode() + b"\n")
-
-
-def hear(peer: socket.socket) -> Answer:
-    """One line of JSON from `peer`, read byte by byte: what follows it is not ours."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = peer.recv(1)
-        if not byte or len(line) > LINE:
-            raise ProtocolError("no whole line came")
-        line += byte
-    try:
-        answer = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ProtocolError("what came is no JSON") from None
-    if not isinstance(answer, dict):
-        raise ProtocolError("what came is no JSON object")
-    return answer
-
-
-def count(peer: socket.socket) -> float | None:
-    """Bits per second that arrive from `peer`, for LONGEST at most; None where nothing came that could be timed."""
-    marks = [(time.perf_counter(), 0)]
-    until, total = marks[0][0] + LONGEST + PATIENCE, 0
-    buffer = bytearray(1 << 18)
-    while total < MOST and time.perf_counter() < until:
-        ready, _, _ = select.select([peer], [], [], until - time.perf_counter())
-        size = peer.recv_into(buffer) if ready else 0
-        if not size:
-            break
-        total += size
-        marks.append((time.perf_counter(), total))
-        if len(marks) == 2:
-            until = marks[1][0] + LONGEST
-    return _speed(marks[1:])
-
-
-def _speed(marks: list[tuple[float, int]]) -> float | None:
-    """From the first mark past the settling share to the last."""
-    if len(marks) < 2 or marks[-1][0] <= marks[0][0]:
-        return None
-    from_then = marks[0][0] + SETTLED * (marks[-1][0] - marks[0][0])
-    start = next(mark for mark in marks if mark[0] >= from_then or mark is marks[-2])
-    seconds = marks[-1][0] - start[0]
-    return 8 * (marks[-1][1] - start[1]) / seconds if seconds > 0 else None
-
-
-def pour(peer: socket.socket) -> None:
-    """Send to `peer` until it speaks or closes, MOST bytes and a few seconds at most."""
-    left, until = MOST, time.perf_counter() + LONGEST + PATIENCE
-    while left > 0 and time.perf_counter() < until:
-        readable, writable, _ = select.select([peer], [peer], [], 1.0)
-        if readable:
-            return
-        if writable:
-            left -= peer.send(BLOCK[:left])
-
-
-def drop(peer: socket.socket) -> None:
-    """Close the connection `peer` so that what still waits to be sent is thrown away."""
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    peer.close()
-
-
-def reach(address: tuple[str, int], source: str = "") -> socket.socket:
-    """A connection to `address`, from the address `source` ("": any)."""
-    peer = socket.create_connection(address, PATIENCE, (source, 0) if source else None)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return peer
+FASTEST = 1e15  # bits per second that are believed
+PORTS = (1024, 65535)  # that may be asked for
 
 
 # --- the asking side
 
 
-def ask(peer: socket.socket, what: str) -> Answer:
+def ask(peer: Connection, what: str) -> Answer:
     """Ask `peer` for `what`; its answer."""
-    say(peer, {"thinwire": VERSION, "do": what})
-    return hear(peer)
+    peer.say({"thinwire": VERSION, "do": what})
+    return peer.hear()
 
 
-def round_trip(peer: socket.socket) -> float:
+def round_trip(peer: Connection) -> float:
     """Seconds to `peer` and back, the median of PINGS."""
-    say(peer, {"thinwire": VERSION, "do": "ping"})
+    peer.say({"thinwire": VERSION, "do": "ping"})
     times = []
     for _ in range(PINGS):
         began = time.perf_counter()
-        peer.sendall(b"!")
-        if not peer.recv(1):
+        peer.send(b"!")
+        if not peer.receive(1):
             raise ProtocolError("no answer to a ping")
         times.append(time.perf_counter() - began)
     return median(times)
 
 
-def download(peer: socket.socket) -> float | None:
+def download(peer: Connection) -> float | None:
     """Bits per second from `peer`; None: could not be timed."""
-    say(peer, {"thinwire": VERSION, "do": "download"})
-    rate = count(peer)
-    drop(peer)
+    peer.say({"thinwire": VERSION, "do": "download"})
+    rate = peer.count()
+    peer.drop()
     return rate
 
 
-def upload(peer: socket.socket) -> float | None:
+def upload(peer: Connection) -> float | None:
     """Bits per second to `peer`, as it counts them; None: could not be timed."""
-    say(peer, {"thinwire": VERSION, "do": "upload"})
-    pour(peer)
-    peer.settimeout(LONGEST + 2 * PATIENCE)
-    rate = hear(peer).get("rate")
-    drop(peer)
-    return float(rate) if isinstance(rate, int | float) else None
+    peer.say({"thinwire": VERSION, "do": "upload"})
+    peer.pour()
+    answer = peer.hear(connection.LONGEST + 2 * connection.PATIENCE)
+    peer.drop()
+    return None if answer.get("rate", 0) is None else number(answer, "rate", 0.0, FASTEST)
 
 
-def port_there(peer: socket.socket) -> bool:
+def port_there(peer: Connection) -> bool:
     """Whether a random port of `peer` can be reached: Gloo's ranks listen on such."""
-    port = ask(peer, "port").get("port")
+    port = whole(ask(peer, "port"), "port", *PORTS)
     try:
-        reach((peer.getpeername()[0], int(port or 0)), peer.getsockname()[0]).close()
+        with reach((peer.peer.getpeername()[0], port), peer.peer.getsockname()[0], peer.left):
+            pass
     except OSError:
         return False
-    peer.settimeout(2 * PATIENCE)
-    return bool(hear(peer).get("ok"))
+    return flag(peer.hear(2 * connection.PATIENCE), "ok")
 
 
-def port_here(peer: socket.socket) -> bool:
+def port_here(peer: Connection) -> bool:
     """Whether `peer` can reach a random port of ours."""
-    with socket.create_server((peer.getsockname()[0], 0), family=peer.family) as server:
-        say(peer, {"thinwire": VERSION, "do": "back"})
-        say(peer, {"port": server.getsockname()[1]})
-        peer.settimeout(2 * PATIENCE)
-        return bool(hear(peer).get("ok"))
+    with socket.create_server((peer.peer.getsockname()[0], 0), family=peer.peer.family) as server:
+        peer.say({"thinwire": VERSION, "do": "back"})
+        peer.say({"port": server.getsockname()[1]})
+        return flag(peer.hear(2 * connection.PATIENCE), "ok")
 
 
 # --- the listening side
@@ -183,17 +97,15 @@ def serve(server: socket.socket, until: float, heard: Callable[[str, str], None]
     while (left := until - time.monotonic()) > 0:
         server.settimeout(left)
         try:
-            peer, address = server.accept()
+            accepted, address = server.accept()
         except TimeoutError:
             break
-        peer.settimeout(PATIENCE)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with peer:
+        with accepted:
             try:
-                heard(address[0], _answer(peer, plain(address[0])))
+                heard(address[0], _answer(Connection(accepted), plain(address[0])))
                 answered += 1
             except (ProtocolError, OSError) as error:
-                heard(address[0], f"not understood, or broken off: {error}")
+                heard(address[0], f"not understood, or broken off: {clean(error)}")
     return answered
 
 
@@ -202,38 +114,39 @@ def plain(address: str) -> str:
     return address.removeprefix("::ffff:") if "." in address else address.split("%")[0]
 
 
-def _answer(peer: socket.socket, address: str) -> str:
-    request = hear(peer)
+def _answer(peer: Connection, address: str) -> str:
+    request = peer.hear()
+    whole(request, "thinwire", VERSION, VERSION)
     what = request.get("do")
-    if request.get("thinwire") != VERSION or what not in ANSWERS:
-        raise ProtocolError(f"it asks for {what!r}")
+    if not isinstance(what, str) or what not in ANSWERS:
+        raise ProtocolError(f"it asks for {clean(repr(what))}")
     ANSWERS[what](peer, address)
-    return str(what)
+    return what
 
 
-def _hello(peer: socket.socket, address: str) -> None:
-    say(peer, {"thinwire": VERSION, "address": address, "time": time.time()})
+def _hello(peer: Connection, address: str) -> None:
+    peer.say({"thinwire": VERSION, "address": address, "time": time.time()})
 
 
-def _ping(peer: socket.socket, address: str) -> None:
+def _ping(peer: Connection, address: str) -> None:
     for _ in range(PINGS):
-        byte = peer.recv(1)
+        byte = peer.receive(1)
         if not byte:
             return
-        peer.sendall(byte)
+        peer.send(byte)
 
 
-def _download(peer: socket.socket, address: str) -> None:
+def _download(peer: Connection, address: str) -> None:
     with _may_hang_up():
-        pour(peer)
-        peer.shutdown(socket.SHUT_WR)
-        peer.recv(1)
+        peer.pour()
+        peer.peer.shutdown(socket.SHUT_WR)
+        peer.receive(1)
 
 
-def _upload(peer: socket.socket, address: str) -> None:
-    say(peer, {"rate": count(peer)})
+def _upload(peer: Connection, address: str) -> None:
+    peer.say({"rate": peer.count()})
     with _may_hang_up():
-        while peer.recv(1 << 16):  # what is on its way, so that our answer is not cut off
+        while peer.receive(1 << 16):  # what is on its way, so that our answer is not cut off
             pass
 
 
@@ -249,31 +162,30 @@ def _may_hang_up() -> Iterator[None]:
             raise
 
 
-def _port(peer: socket.socket, address: str) -> None:
-    here = plain(peer.getsockname()[0])
+def _port(peer: Connection, address: str) -> None:
+    here = plain(peer.peer.getsockname()[0])
     with socket.create_server((here, 0), family=socket.AF_INET6 if ":" in here else socket.AF_INET) as other:
-        other.settimeout(PATIENCE)
-        say(peer, {"port": other.getsockname()[1]})
+        other.settimeout(min(connection.PATIENCE, peer.left))
+        peer.say({"port": other.getsockname()[1]})
         try:
             other.accept()[0].close()
         except TimeoutError:
-            say(peer, {"ok": False})
+            peer.say({"ok": False})
         else:
-            say(peer, {"ok": True})
+            peer.say({"ok": True})
 
 
-def _back(peer: socket.socket, address: str) -> None:
-    port = hear(peer).get("port")
-    if not isinstance(port, int) or not 1024 <= port < 65536:
-        raise ProtocolError(f"it asks to be connected to port {port!r}")
+def _back(peer: Connection, address: str) -> None:
+    port = whole(peer.hear(), "port", *PORTS)
     try:
-        reach((address, port)).close()
+        with reach((address, port), seconds=peer.left):
+            pass
     except OSError:
-        say(peer, {"ok": False})
+        peer.say({"ok": False})
     else:
-        say(peer, {"ok": True})
+        peer.say({"ok": True})
 
 
-ANSWERS: dict[str, Callable[[socket.socket, str], None]] = {
+ANSWERS: dict[str, Callable[[Connection, str], None]] = {
     "hello": _hello, "ping": _ping, "download": _download, "upload": _upload, "port": _port, "back": _back,
 }  # fmt: skip

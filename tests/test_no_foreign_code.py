@@ -69,3 +69,86 @@ def test_state_in_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="may run code, and is not read"):
         read_state(tmp_path, "wire")
     assert not (tmp_path / "ran").exists()
+
+
+# --- in our own source
+
+MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
+BUILTINS = {"eval", "exec"}
+FUNCTIONS = {"os.system", "os.popen", "tempfile.mktemp", "yaml.load", "yaml.unsafe_load"}
+OBJECTS = {  # torch's collectives that send pickles
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+    "recv_object_list",
+}  # fmt: skip
+SWITCHES = {"shell": False, "trust_remote_code": False, "allow_pickle": False, "weights_only": True}  # name → allowed
+ALLOWED = {
+    ("thinwire/lab/job.py", "pickle"): "answers of ranks that this process has forked on this machine",
+    ("thinwire/lab/program.py", "pickle"): "a function and its arguments, for ranks that this process has forked",
+    ("thinwire/lab/program.py", "exec"): "the user's own script, as Python's command runs it",
+    ("thinwire/lab/program.py", "multiprocessing"): "how a script's main module is named in a rank",
+    ("thinwire/lab/client.py", "multiprocessing"): "a pipe to the supervisor, which this process has started",
+    ("thinwire/lab/supervisor.py", "multiprocessing"): "the other end of that pipe",
+    ("thinwire/theory/experiments.py", "multiprocessing"): "a pool of this process's own children",
+    ("thinwire/distributed/checkpoint_files.py", "pickle"): "an unpickler that knows a checkpoint's metadata only",
+}
+
+
+def dotted(node: ast.expr) -> str:
+    """a.b.c of a name or an attribute; "" of anything else."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def in_call(call: ast.Call) -> set[str]:
+    """What is forbidden in a call: its name, or an argument of it."""
+    name, given = dotted(call.func), {word.arg: word.value for word in call.keywords}
+    found = {name} & (BUILTINS | FUNCTIONS)
+    if name == "torch.load" and "weights_only" not in given:
+        found.add("torch.load")
+    for word, allowed in SWITCHES.items():
+        value = given.get(word)
+        if value is not None and not (isinstance(value, ast.Constant) and value.value is allowed):
+            found.add(f"{word} other than {allowed}")
+    return found
+
+
+def forbidden(source: str) -> set[str]:
+    """What a file must not use, as far as its text tells."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names} & MODULES
+        elif isinstance(node, ast.ImportFrom):
+            names = {alias.name for alias in node.names}
+            found |= ({str(node.module).partition(".")[0]} & MODULES) | (names & OBJECTS)
+            found |= {f"{node.module}.{name}" for name in names} & (FUNCTIONS | {"torch.load"})
+        elif isinstance(node, ast.Call):
+            found |= in_call(node)
+        elif isinstance(node, ast.Attribute):
+            found |= {node.attr} & OBJECTS
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import pickle", "pickle"), ("import multiprocessing.connection", "multiprocessing"), ("from pickle import loads", "pickle"), ("eval('1')", "eval"),
+        ("torch.load(f)", "torch.load"), ("torch.load(f, weights_only=False)", "weights_only other than True"),
+        ("from torch import load", "torch.load"), ("run(x, shell=True)", "shell other than False"),
+        ("from os import system", "os.system"), ("tempfile.mktemp()", "tempfile.mktemp"), ("yaml.load(f)", "yaml.load"),
+        ("dist.all_gather_object(a, b)", "all_gather_object"),
+        ("from torch.distributed import gather_object", "gather_object"),
+        ("A.from_pretrained(p, trust_remote_code=allow)", "trust_remote_code other than False"),
+    ],
+)  # fmt: skip
+def test_each_kind_is_found(source: str, found: str) -> None:
+    assert forbidden(source) == {found}
+
+
+def test_our_own_source_runs_nothing_that_it_reads() -> None:
+    harmless = "torch.load(f, weights_only=True)\nmodel.eval()\nA.from_pretrained(p, trust_remote_code=False)"
+    assert forbidden(harmless) == set()
+    files = [path for folder in ("thinwire", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = {(str(path.relative_to(ROOT)), what) for path in files for what in forbidden(path.read_text())}
+    assert found == set(ALLOWED)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,12 @@ from thinwire.errors import UsageError
 from thinwire.parallel import read_state
 from thinwire.pipeline.handshake import StageInfo, _read_infos
 from thinwire.pipeline.shapes import _spec
+from thinwire.train.config.families import FAMILIES
+from thinwire.train.config.sections import DataConfig
+from thinwire.train.data.documents import read_documents
+from thinwire.train.data.tokenizer import CheckpointTokenizer
+from thinwire.train.model.families import read_supported
+from thinwire.train.model.weights import Checkpoint
 
 ROOT = Path(__file__).parent.parent
 
@@ -133,7 +142,8 @@ def forbidden(source: str) -> set[str]:
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("import pickle", "pickle"), ("import multiprocessing.connection", "multiprocessing"), ("from pickle import loads", "pickle"), ("eval('1')", "eval"),
+        ("import pickle", "pickle"), ("import multiprocessing.connection", "multiprocessing"),
+        ("from pickle import loads", "pickle"), ("eval('1')", "eval"),
         ("torch.load(f)", "torch.load"), ("torch.load(f, weights_only=False)", "weights_only other than True"),
         ("from torch import load", "torch.load"), ("run(x, shell=True)", "shell other than False"),
         ("from os import system", "os.system"), ("tempfile.mktemp()", "tempfile.mktemp"), ("yaml.load(f)", "yaml.load"),
@@ -152,3 +162,60 @@ def test_our_own_source_runs_nothing_that_it_reads() -> None:
     files = [path for folder in ("thinwire", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
     found = {(str(path.relative_to(ROOT)), what) for path in files for what in forbidden(path.read_text())}
     assert found == set(ALLOWED)
+
+
+# --- models, tokenizers and data
+
+PROGRAM = "import os\nos.mkdir({ran!r})\n"
+AUTO_MAP = {
+    "AutoConfig": "custom.CustomConfig", "AutoModelForCausalLM": "custom.CustomModel",
+    "AutoTokenizer": [None, "custom.CustomTokenizer"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A folder with a model type of its own, whose code makes the folder `ran`."""
+    (tmp_path / "custom.py").write_text(PROGRAM.format(ran=str(tmp_path / "ran")))
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps({"model_type": "custom", "auto_map": AUTO_MAP}))
+    return tmp_path
+
+
+def check_refused(call: Callable[[], object], words: str, folder: Path) -> None:
+    """`call` raises one line with these words, and ran nothing."""
+    with pytest.raises(UsageError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value) and not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("model_type", ["custom", "llama"])
+def test_a_model_with_code_of_its_own_is_refused(hostile: Path, model_type: str) -> None:
+    (hostile / "config.json").write_text(json.dumps({"model_type": model_type, "auto_map": AUTO_MAP}))
+    for source in (hostile, hostile / "config.json"):
+        check_refused(partial(read_supported, str(source)), r"config.json: needs Python code .* not run", hostile)
+
+
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_tokenizer_with_code_of_its_own_is_refused(hostile: Path, with_config: bool) -> None:
+    if not with_config:
+        (hostile / "config.json").unlink()
+    check_refused(lambda: CheckpointTokenizer(hostile), r"config.json: needs Python code", hostile)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"])
+def test_weights_in_pickles_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(pickle.dumps(Hostile(tmp_path / "ran")))
+    check_refused(lambda: Checkpoint(tmp_path, FAMILIES["llama"]), f"{name} is a pickle, .* convert", tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "pytorch_model.bin"])
+def test_an_index_names_safetensors_of_its_own_folder_only(tmp_path: Path, file: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": file}}))
+    check_refused(lambda: Checkpoint(tmp_path, FAMILIES["llama"]), "is no safetensors file of this folder", tmp_path)
+
+
+def test_scripts_of_data_sets_are_not_run(tmp_path: Path) -> None:
+    (tmp_path / f"{tmp_path.name}.py").write_text(PROGRAM.format(ran=str(tmp_path / "ran")))
+    config = DataConfig(paths=(str(tmp_path),), format="datasets")
+    check_refused(lambda: list(read_documents(config)), "scripts of data sets are not run", tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import torch
 import torch.distributed as dist
 from pipeline_support import DELTA, EIGHT, IDENTITY, LENGTH, WIDTH, Run, batch
@@ -59,6 +61,15 @@ def stages_that_differ() -> None:
         Run("1F1B", 4, IDENTITY, stage_options=static).step(x, y)
 
 
+def folder_that_one_rank_cannot_write_to() -> None:
+    """All ranks are told, instead of waiting for the one."""
+    with tempfile.TemporaryDirectory() as own:
+        path = "/proc/nowhere" if dist.get_rank() == 1 else own
+        memory = Delta(cold=Quantize(8, block=16), path=path)
+        with refused("cannot open the store /proc/nowhere"):
+            Run("1F1B", 4, Wire(forward=Link(Quantize(4, block=16), memory), backward=EIGHT)).step(*batch(8), IDS)
+
+
 def step_outside_its_bracket() -> None:
     run = Run("1F1B", 4, DELTA)
     x, y = batch(8)
@@ -69,5 +80,5 @@ def step_outside_its_bracket() -> None:
 
 CASES = [
     ids_and_shapes_that_do_not_fit_the_batch, numbers_of_ids_in_a_first_step, stages_that_differ,
-    step_outside_its_bracket,
+    folder_that_one_rank_cannot_write_to, step_outside_its_bracket,
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from thinwire.collectives.groups import Group, world
 from thinwire.data_parallel.exchange import SLOTS, Exchange
+from thinwire.distributed.checkpoint_files import CheckpointReader
 from thinwire.errors import UsageError
 
 RANKED = re.compile(r"rank(\d+)of(\d+)/(.*)", re.DOTALL)
@@ -94,7 +95,7 @@ def read_state(path: str | PathLike[str], prefix: str, group: Group = None) -> d
     UsageError where there is no checkpoint, or none of that name for this rank.
     """
     size, rank = world(group)
-    reader = dcp.FileSystemReader(path)
+    reader = CheckpointReader(path)
     try:
         known = reader.read_metadata().state_dict_metadata
     except FileNotFoundError:

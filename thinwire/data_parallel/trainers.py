@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.config.wire import Wire, WireLike
 from thinwire.data_parallel.ddp import CompressedDDP, compress_ddp
 from thinwire.data_parallel.handle import LossScaler
+from thinwire.distributed.values import tensors_on_first
 from thinwire.errors import UsageError
 
 log = logging.getLogger("thinwire")
@@ -125,7 +126,7 @@ class _HuggingFace(Attachment):
             return
         parts: dict[str, Tensor] = {}
         for file in files:
-            parts |= torch.load(file, map_location="cpu")
+            parts |= torch.load(file, map_location="cpu", weights_only=True)
         self.handle.load_state_dict(parts)
 
 
@@ -157,11 +158,8 @@ class _Lightning(Attachment):
         """Called on all ranks; what rank 0 returns is written."""
         if self.handle is None:
             return {}
-        reducer = self.handle.reducer
-        parts: list[Any] | None = [None] * reducer.size if reducer.rank == 0 else None
-        first = dist.get_global_rank(self.handle.model.process_group, 0)
-        dist.gather_object(self.handle.state_dict(), parts, dst=first, group=self.handle.model.process_group)
-        return {name: value for part in parts or [] for name, value in part.items()}
+        parts = tensors_on_first(self.handle.state_dict(), self.handle.model.process_group)
+        return {name: value for part in parts for name, value in part.items()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         self.loaded = state_dict  # the model is wrapped after this

@@ -8,9 +8,11 @@ neighbours on other ranks are made.
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from thinwire.collectives.groups import world
 from thinwire.config.wire import Link
 from thinwire.distributed.config_check import describe
+from thinwire.distributed.values import gather_json
 from thinwire.errors import UsageError
 from thinwire.memory import Memory
 from thinwire.memory.file_store import remove_dead_stores, store_owner
@@ -28,6 +31,7 @@ from thinwire.pipeline.message_choice import MessageChoice, Plan
 from thinwire.pipeline.planned_stage import Connections, Lanes, PlannedStage
 from thinwire.planner.step import Traffic
 
+RUN = re.compile("[0-9a-f]{8}")
 FUNCTION_SAMPLE = 64  # micro-batches for which a user's `when` is compared
 
 
@@ -78,21 +82,20 @@ def shake_hands(
     stages: this rank's. group: the ranks of the pipeline. options: the Pipeline's, in words. plan: for
     when = "critical".
     """
-    size, rank = world(group)
+    rank = world(group)[1]
     own = {stage.stage_index: _stage_info(stage, options) for stage in stages}
-    everyone: list[dict[int, StageInfo]] = [own]
-    if size > 1:
-        everyone = [{} for _ in range(size)]
-        dist.all_gather_object(everyone, own, group=group)
-    infos, rank_of = _merged(everyone)
+    said = gather_json([[index, asdict(info)] for index, info in own.items()], group)
+    infos, rank_of = _merged([_read_infos(listed, sender) for sender, listed in enumerate(said)])
     for index in range(len(infos) - 1):
         _compare(index, infos[index], infos[index + 1])
-    owner = store_owner(infos[0].run, world(None)[1])
-    connections = {}
-    for stage in stages:
-        lanes = _lanes(stage, rank_of, rank, owner)
-        choices = _choices(stage, plan, size)
-        connections[stage.stage_index] = Connections(lanes, choices, infos[0].first_tag, rank_of)
+    connections, problem = {}, None
+    try:
+        connections = _connect(stages, infos[0], rank_of, rank, plan)
+    except UsageError as error:  # of this rank alone, such as a folder that it cannot write to
+        problem = str(error)
+    for sender, other in enumerate(gather_json(problem, group)):
+        if other is not None:
+            raise UsageError(problem or f"rank {sender} of the pipeline: {other}")
     per_sample = _per_sample(stages[0].wire.forward)
     if per_sample:
         _warn_of_dropout({index: info.dropout for index, info in own.items()}, len(infos) - 1)
@@ -128,6 +131,45 @@ def _stage_info(stage: PlannedStage, options: Mapping[str, str]) -> StageInfo:
     return StageInfo(stage.num_stages, config, inputs, outputs, dropout, first_tag, os.urandom(4).hex())
 
 
+def _read_infos(said: Any, rank: int) -> dict[int, StageInfo]:
+    """What a rank says of its stages, by stage. UsageError where a field is missing, unknown or of another type."""
+    try:
+        return {_number(index): _read_info(info) for index, info in said}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"rank {rank} of the pipeline describes its stages in another way ({str(error)[:80]!r}): are all ranks of "
+            "one version of thinwire?"
+        ) from None
+
+
+def _read_info(said: dict[str, Any]) -> StageInfo:
+    if said.keys() != {field.name for field in fields(StageInfo)}:
+        raise ValueError(f"fields are {', '.join(said)}")
+    if not RUN.fullmatch(said["run"]):  # stands in names of files
+        raise ValueError(f"run is {said['run']}")
+    return StageInfo(
+        stages=_number(said["stages"]),
+        config={_text(name): _text(value) for name, value in said["config"].items()},
+        inputs=None if said["inputs"] is None else tuple(_text(one) for one in said["inputs"]),
+        outputs=None if said["outputs"] is None else tuple(_text(one) for one in said["outputs"]),
+        dropout=[_text(name) for name in said["dropout"]],
+        first_tag=_number(said["first_tag"]),
+        run=said["run"],
+    )
+
+
+def _number(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**32:
+        raise ValueError(f"{value} is no number of 32 bits")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value} is no text")
+    return value
+
+
 def _merged(everyone: list[dict[int, StageInfo]]) -> tuple[dict[int, StageInfo], dict[int, int]]:
     """(description, rank) of every stage, from the descriptions by rank."""
     infos: dict[int, StageInfo] = {}
@@ -156,6 +198,20 @@ def _compare(index: int, one: StageInfo, other: StageInfo) -> None:
         raise UsageError(
             f"stage {index} sends {', '.join(one.outputs)}, but stage {index + 1} expects {', '.join(other.inputs)}"
         )
+
+
+def _connect(
+    stages: Sequence[PlannedStage], first: StageInfo, rank_of: dict[int, int], rank: int, plan: Plan
+) -> dict[int, Connections]:
+    """The connections of this rank's stages, by stage; `first` is stage 0's description."""
+    ranks = len(set(rank_of.values()))
+    owner = store_owner(first.run, world(None)[1])
+    return {
+        stage.stage_index: Connections(
+            _lanes(stage, rank_of, rank, owner), _choices(stage, plan, ranks), first.first_tag, rank_of
+        )
+        for stage in stages
+    }
 
 
 def _lanes(stage: PlannedStage, rank_of: Mapping[int, int], rank: int, owner: str) -> Lanes:

@@ -8,11 +8,12 @@ done once per shape of a row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from thinwire.distributed.values import broadcast_json
 
 Shape = tuple[int, ...]
 Spec = tuple[Shape, torch.dtype]  # of one tensor
@@ -38,6 +39,14 @@ def in_words(declared: Tensor | tuple[Tensor, ...] | None) -> tuple[str, ...] | 
         return None
     tensors = (declared,) if isinstance(declared, Tensor) else declared
     return tuple(f"{tuple(t.shape)} {t.dtype}" for t in tensors)
+
+
+def _spec(shape: Sequence[int], kind: str) -> Spec:
+    """A shape and a dtype, as another rank names them."""
+    dtype = getattr(torch, str(kind), None)
+    if not isinstance(dtype, torch.dtype) or not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise RuntimeError(f"another rank announces a tensor of type {kind!r:.40} and shape {shape!r:.40}")
+    return tuple(shape), dtype
 
 
 class Shapes:
@@ -84,9 +93,7 @@ class Shapes:
         """Per stage the specs of its inputs, for one row: every stage's outputs are the next one's inputs."""
         inputs: list[list[Spec]] = [[((1, *row), dtype) for dtype in dtypes]]
         for stage in range(len(self.rank_of) - 1):
-            outputs: list[Any] = [None]
-            if stage in self.modules:
-                outputs = [outputs_of(self.modules[stage], inputs[stage], self.device)]
-            dist.broadcast_object_list(outputs, group=self.group, group_src=self.rank_of[stage])
-            inputs.append(outputs[0])
+            own = outputs_of(self.modules[stage], inputs[stage], self.device) if stage in self.modules else []
+            said = [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in own]
+            inputs.append([_spec(*one) for one in broadcast_json(said, self.rank_of[stage], self.group)])
         return inputs

@@ -17,6 +17,7 @@ from thinwire.errors import UsageError
 from thinwire.train.config.sections import DataConfig
 from thinwire.train.data.tokenizer import Coded, Tokenizer, Turns
 
+MARKS = ("dataset_info.json", "dataset_dict.json")  # of a data set on disk
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}  # of Python's library
 
 
@@ -114,12 +115,13 @@ def _is_turn(turn: Any) -> bool:
 
 
 def _is_data_set(path: Path, how: str) -> bool:
-    marks = ("dataset_info.json", "dataset_dict.json")
-    return how == "datasets" or (how == "auto" and any((path / mark).exists() for mark in marks))
+    return how == "datasets" or (how == "auto" and any((path / mark).exists() for mark in MARKS))
 
 
 def _data_set(path: Path, config: DataConfig) -> Iterator[Document]:
     """A folder that Hugging Face's `save_to_disk` wrote; of several splits, train."""
+    if not any((path / mark).exists() for mark in MARKS):
+        raise UsageError(f"{path}: nothing that save_to_disk of datasets wrote; scripts of data sets are not run")
     try:
         import datasets
     except ImportError:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.errors import UsageError
+from thinwire.train.foreign_code import refuse_own_code
 
 Turns = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "…"}, as in a chat template
 Coded = tuple[NDArray[np.int64], NDArray[np.bool_]]  # tokens; where loss is taken on them
@@ -56,8 +57,9 @@ class CheckpointTokenizer:
     def __init__(self, folder: str | Path) -> None:
         from transformers import AutoTokenizer
 
+        refuse_own_code(folder)
         try:
-            self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             line = str(error).strip().splitlines()[0]
             raise UsageError(

@@ -12,6 +12,7 @@ from torch import nn
 from thinwire.errors import UsageError
 from thinwire.train.config.families import FAMILIES
 from thinwire.train.config.sections import ModelConfig
+from thinwire.train.foreign_code import refuse_own_code
 
 DROPOUTS = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout")
 
@@ -43,8 +44,9 @@ def read_supported(source: str) -> Any:
     of a type that cannot be cut."""
     from transformers import AutoConfig
 
+    refuse_own_code(source)
     try:
-        config = AutoConfig.from_pretrained(Path(source), local_files_only=True)
+        config = AutoConfig.from_pretrained(Path(source), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         line = str(error).strip().splitlines()[0]
         raise UsageError(f"{source}: no configuration that transformers can read: {line}") from None

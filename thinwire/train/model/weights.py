@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thinwire.errors import UsageError
 from thinwire.train.config.families import HEAD, Family
+from thinwire.train.foreign_code import pickled_weights
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -55,15 +56,25 @@ class Checkpoint:
 
         try:
             if (self.folder / INDEX).exists():
-                return dict(json.loads((self.folder / INDEX).read_text())["weight_map"])
+                return _checked_map(json.loads((self.folder / INDEX).read_text())["weight_map"], self.folder / INDEX)
             if not (self.folder / SINGLE).exists():
+                pickled = pickled_weights(self.folder)
+                why = f", and {pickled} is a pickle, which may run code and is not read" if pickled else ""
                 raise UsageError(
-                    f"{self.folder}: neither {SINGLE} nor {INDEX}; convert with transformers' save_pretrained"
+                    f"{self.folder}: neither {SINGLE} nor {INDEX}{why}; convert with transformers' save_pretrained"
                 )
             with safe_open(self.folder / SINGLE, framework="pt") as file:
                 return dict.fromkeys(file.keys(), SINGLE)
-        except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except (SafetensorError, OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise UsageError(f"{self.folder}: the checkpoint cannot be read: {error!r}") from None
+
+
+def _checked_map(listed: dict[str, str], index: Path) -> dict[str, str]:
+    """Tensor → file, all of them safetensors in the index's own folder."""
+    for file in listed.values():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise UsageError(f"{index}: names {file!r:.60}, which is no safetensors file of this folder")
+    return dict(listed)
 
 
 def random_weight(name: str, shape: torch.Size, config: Any, family: Family, seed: int) -> Tensor:

@@ -37,6 +37,7 @@ BENCHES = {
         "each collective on a slow network: seconds, bytes, words per k",
     ),
     "optimus": ("thinwire.bench.optimus", "Optimus-CC's ladder and ours: step time, bytes, loss; which stages"),
+    "faults": ("thinwire.bench.faults.options", "faults into small trainings: does each go on, roll back or say why?"),
     "pipeline": ("thinwire.bench.pipeline_options", "compressed activations and gradients: step time, bytes, loss"),
 }
 

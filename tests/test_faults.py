@@ -128,6 +128,6 @@ def test_the_quickest_cells_end_well():
         ("no memory in a step", PIPELINE): ONE_LINE,
     }
     cells = [Cell(fault, run) for fault in FAULTS for run in RUNS if (fault.name, run) in expected]
-    rows = judged(cells, patience=30.0, seed=0)
+    rows = list(judged(cells, patience=30.0, seed=0))
     found = {(cell.fault.name, cell.run): verdict.word for cell, verdict in rows}
     assert found == expected, "\n".join(f"{cell.name}: {verdict}" for cell, verdict in rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,19 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not check()[0].ok:
         raise UsageError("this machine forbids network namespaces (thinwire doctor says more)")
-    rows = judged(cells, args.patience, args.seed)
+    rows: list[Row] = []
+    for row in judged(cells, args.patience, args.seed):
+        rows.append(row)
+        write_json(args.json, report(rows, args.patience, args.seed))
     _show(rows, args.patience)
-    write_json(args.json, report(rows, args.patience, args.seed))
     return int(any(not verdict.good for _, verdict in rows))
 
 
-def judged(cells: Sequence[Cell], patience: float, seed: int) -> list[Row]:
-    """Every cell's verdict. patience: seconds that ranks wait for each other. seed: of where faults strike.
+def judged(cells: Sequence[Cell], patience: float, seed: int) -> Iterator[Row]:
+    """Every cell and its verdict, as they come. patience: seconds that ranks wait for each other. seed: of where faults
+    strike.
 
     TCP in the hosts is more patient than any cell: it is the programs that must give up."""
-    rows: list[Row] = []
     with (
         tempfile.TemporaryDirectory(prefix="thinwire-faults-") as folder,
         Network(hosts=RANKS, preload=PRELOAD, patience=900.0) as net,
@@ -48,9 +50,8 @@ def judged(cells: Sequence[Cell], patience: float, seed: int) -> list[Row]:
         for cell in cells:
             advance(cell.name, 0)
             verdict = matrix.judge(cell)
-            rows.append((cell, verdict))
             advance(f"{cell.name}: {verdict.word}", 1)
-    return rows
+            yield cell, verdict
 
 
 def report(rows: Sequence[Row], patience: float, seed: int) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def _ddp(trouble: Trouble, patience: float) -> None:
         loss.backward()
         if not handle.skipped:
             optimizer.step()
-        return float(loss), not handle.skipped
+        return loss.item(), not handle.skipped
 
     _repeat(step, model.parameters())
     handle.close()
@@ -176,7 +176,7 @@ def _fsdp(trouble: Trouble, patience: float) -> None:
         loss.backward()
         if not handle.skipped:
             optimizer.step()
-        return float(loss), not handle.skipped
+        return loss.item(), not handle.skipped
 
     _repeat(step, model.parameters())
     handle.close()

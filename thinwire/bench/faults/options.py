@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="that ranks wait for each other before they give up (%(default)s)",
     )
-    parser.add_argument("--json", metavar="PATH", help="every cell: verdict, seconds, what was said")
+    parser.add_argument("--json", metavar="PATH", help="every cell, as they come: verdict, seconds, what was said")
 
 
 def check(args: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 
 import pytest
 import torch
@@ -15,10 +16,10 @@ from thinwire import memory as m
 from thinwire.bench.pipeline_modes import MODES, predicted_bytes
 from thinwire.cli import main
 from thinwire.config.wire import Link
-from thinwire.errors import UsageError
+from thinwire.errors import RunFailed, UsageError
 from thinwire.memory.file_store import FileStore
 from thinwire.pipeline import lazy_error as lazy_module
-from thinwire.pipeline.announce import Announcement, Announcer, sample_ids
+from thinwire.pipeline.announce import FIRST_LENGTH, Announcement, Announcer, sample_ids
 from thinwire.pipeline.counters import store_forecast
 from thinwire.pipeline.dropout import SampleDropout, find_dropout, seed_dropout
 from thinwire.pipeline.lane import DIRECTIONS, REFUSED, Lane, Message, is_refusal
@@ -61,6 +62,29 @@ def test_a_plan_marks_the_messages_that_when_chose():
 def test_an_announcement_arrives_as_it_was_sent(sent):
     assert Announcement.read(sent.words()) == sent
     assert Announcer(None, 0, torch.device("cpu")).announce(sent) == sent
+
+
+@pytest.mark.parametrize("ids", [4, 300])
+def test_a_bit_of_an_announcement_that_changes_on_its_way_is_found(ids, monkeypatch):
+    """In the first message or in the second, the checksum included."""
+    announcer, bits = Announcer(None, 0, torch.device("cpu")), random.Random(ids)
+    announcer.size = 2
+    sent = Announcement(3, True, tuple(range(ids)))
+    lengths: list[int] = []
+    monkeypatch.setattr(announcer, "_send", lambda words: (lengths.append(len(words)), words)[1])
+    assert announcer.announce(sent) == sent and len(lengths) == 1 + (ids > 64)
+    for _ in range(100):
+        which, left = bits.randrange(len(lengths)), iter(range(len(lengths)))
+
+        def flip(words, which=which, left=left):
+            if next(left) == which:
+                words[bits.randrange(len(words))] ^= 1 << bits.randrange(63)
+            return words
+
+        announcer.length = FIRST_LENGTH
+        monkeypatch.setattr(announcer, "_send", flip)
+        with pytest.raises(RunFailed, match="damaged at rank 0"):
+            announcer.announce(sent)
 
 
 def test_a_text_is_raised_where_it_arrives():

@@ -1,11 +1,13 @@
 """The announcement: what the rank of the first stage broadcasts to all stages at step start.
 
 It holds the step's number, train or evaluate, the sample ids, the shape of the batch and the ids of the next batch.
-Where the user has made a mistake, its one line is broadcast instead, and every rank raises it.
+Where the user has made a mistake, its one line is broadcast instead, and every rank raises it. A checksum stands behind
+every message.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.groups import world
-from thinwire.errors import UsageError
+from thinwire.errors import RunFailed, UsageError
 from thinwire.kernels.random import derive
 
 Ids = Sequence[int | str] | Tensor
@@ -143,19 +145,36 @@ class Announcer:
         head = [len(words), *words[:room]]
         first = torch.zeros(self.length, dtype=torch.int64)
         first[: len(head)] = torch.tensor(head)
-        first = self._send(first)
+        first = self._send_checked(first)
         total = int(first[0])
         received = first[1 : 1 + min(total, room)].tolist()
         if total > room:
             rest = torch.tensor(words[room:] or [0] * (total - room))
-            received += self._send(rest).tolist()
+            received += self._send_checked(rest).tolist()
             self.length = 1 << (total + 1).bit_length()
         return received
+
+    def _send_checked(self, words: Tensor) -> Tensor:
+        """Broadcast with a checksum behind the words; RunFailed where they arrive damaged.
+
+        A rank that believed in another step, other samples or evaluation would go on with wrong mirrors, or wait for
+        messages that nobody sends."""
+        message = torch.cat((words, torch.tensor([_checksum(words)])))
+        arrived, stored = self._send(message).split([len(words), 1])
+        if int(stored) != _checksum(arrived):
+            raise RunFailed(
+                f"the announcement of a step arrived damaged at rank {self.rank} of the pipeline (checksum)"
+            )
+        return arrived
 
     def _send(self, words: Tensor) -> Tensor:
         words = words.to(self.device)
         dist.broadcast(words, group=self.group, group_src=self.root)
         return words.cpu()
+
+
+def _checksum(words: Tensor) -> int:
+    return zlib.crc32(words.numpy().tobytes())
 
 
 def _pack(announced: Announcement | str | None) -> list[int]:

@@ -141,7 +141,7 @@ def _flip_announcement(trouble: Trouble, injury: Injury) -> None:
         arrived = send(announcer, words)
         if left:
             left.clear()
-            arrived[2 + injury.bit % 4] ^= 1 << injury.bit % 3
+            arrived[2 + injury.bit % 4] ^= 1  # step, train or evaluate, number of ids, first id
         return arrived
 
     Announcer._send = damaged  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ from thinwire.errors import RunFailed, UsageError
 from thinwire.pipeline.pipeline import Pipeline
 from thinwire.pipeline.stage import CompressedStage
 from thinwire.train.config.sections import TrainConfig
-from thinwire.train.local import FAILED, MISTAKE, SAYS
+from thinwire.train.local import FAILED, MISTAKE, PREFIX
 from thinwire.train.loop import Trainer
 from thinwire.train.rank import train_rank
 
@@ -77,7 +77,7 @@ def train(trouble: Trouble, patience: float, config: TrainConfig, resume: bool) 
         trouble.at(0)
         return train_rank(config, resume, patience=patience, show=False)
     except (UsageError, RunFailed) as error:
-        print(f"{SAYS}{error}", file=sys.stderr)
+        print(f"{PREFIX}{error}", file=sys.stderr)
         return MISTAKE if isinstance(error, UsageError) else FAILED
 
 
@@ -87,7 +87,7 @@ def _told(program: Callable[[], None]) -> int:
         program()
     except Exception as error:
         said = str(error).strip().splitlines() or [""]
-        print(f"{SAYS}{type(error).__name__}: {said[0]}", file=sys.stderr, flush=True)
+        print(f"{PREFIX}{type(error).__name__}: {said[0]}", file=sys.stderr, flush=True)
         return FAILED
     return 0
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.bench.faults.watched import RESULT, Ended
-from thinwire.train.local import SAYS
+from thinwire.train.local import PREFIX
 
 GOES_ON, ROLLED_BACK, ONE_LINE = GOOD = ("goes on", "rolled back", "one line")
 WRONG, HANG, TRACEBACK, NO_WORD = BAD = ("WRONG", "HANG", "TRACEBACK", "NO WORD")
@@ -89,7 +89,7 @@ def result_of(one: Ended) -> Result:
 
 
 def _lines(one: Ended) -> list[str]:
-    return [line for line in one.lines if line.startswith(SAYS)]
+    return [line for line in one.lines if line.startswith(PREFIX)]
 
 
 def _last(one: Ended) -> str:

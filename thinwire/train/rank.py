@@ -52,7 +52,10 @@ def train_rank(
     rate: of the links in bit/s, where it is known; it is only recorded.
     show: print progress on rank 0, and at the end what was sent and saved.
     """
-    checked = check(config)
+    try:
+        checked = check(config)
+    except OSError as error:
+        raise RunFailed(f"{error.filename or 'reading what the run needs'}: {error.strerror or error}") from error
     if config.run.device == "cuda":
         take_card(local_rank)
     _make_group(BACKENDS[config.run.device], alone, timedelta(seconds=patience))
@@ -67,9 +70,12 @@ def train_rank(
         if error.errno is None:
             raise
         raise RunFailed(f"rank {dist.get_rank()}: {error.filename or config.run.out}: {error.strerror}") from error
-    except (RuntimeError, ConnectionError) as error:
+    except (RuntimeError, ConnectionError, MemoryError) as error:
         if isinstance(error, RunFailed):
             raise
+        if _is_out_of_memory(error):
+            reason = str(error).strip().splitlines() or ["MemoryError"]
+            raise RunFailed(f"rank {dist.get_rank()} is out of memory: {reason[0]}") from error
         lost = heartbeat.lost()
         if not lost and not _is_broken_connection(error):
             raise
@@ -87,6 +93,11 @@ def _make_group(backend: str, alone: bool, limit: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     else:
         join(backend, limit)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """On a card torch has an exception for it; its allocator on the CPU says so in a RuntimeError's text."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def _is_broken_connection(error: Exception) -> bool:
@@ -123,7 +134,7 @@ def join(backend: str, limit: timedelta) -> None:
     if variable("TORCHELASTIC_USE_AGENT_STORE") != "True" or attempts == 0:
         try:
             dist.init_process_group(backend, timeout=limit)
-        except dist.DistNetworkError as error:  # a port in use on rank 0, nobody there on the others
+        except (RuntimeError, OSError) as error:  # a port in use, nobody there, some never came, no descriptors left
             place = f"{variable('MASTER_ADDR')}:{variable('MASTER_PORT')}"
             reason = str(error).splitlines()[0]
             raise UsageError(f"rank {variable('RANK')} cannot meet the others at {place}: {reason}") from None

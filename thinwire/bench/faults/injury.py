@@ -7,12 +7,13 @@ on its way out. A cable is pulled from outside, by whoever runs the network: the
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -96,10 +97,41 @@ def _memory(trouble: Trouble, injury: Injury) -> None:
     torch.ones(1 << 28)
 
 
-def _small_files(trouble: Trouble, injury: Injury) -> None:
-    """No file of this process may grow beyond a few bytes: what a full disk is to what it writes next."""
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, most))
+def _full_checkpoint(trouble: Trouble, injury: Injury) -> None:
+    """No file of this process may grow beyond a few bytes while it writes a checkpoint."""
+    from thinwire.train.checkpoint import Checkpoints
+
+    save = Checkpoints.save
+
+    def limited(*arguments: Any) -> Path:
+        with _small_files(SMALL_FILE):
+            return save(*arguments)
+
+    Checkpoints.save = limited  # type: ignore[method-assign]
+
+
+def _full_metrics(trouble: Trouble, injury: Injury) -> None:
+    """The metrics cannot grow any more."""
+    from thinwire.train.metrics import Metrics
+
+    write = Metrics.write
+
+    def limited(metrics: Metrics, *arguments: Any, **values: Any) -> None:
+        with _small_files(metrics.path.stat().st_size):
+            write(metrics, *arguments, **values)
+
+    Metrics.write = limited  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _small_files(size: int) -> Iterator[None]:
+    """No file of this process grows beyond `size` bytes inside: what a full disk is to what it writes there."""
+    now, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (now, most))
 
 
 def _full_store(trouble: Trouble, injury: Injury) -> None:
@@ -186,7 +218,8 @@ KINDS: dict[str, Callable[[Trouble, Injury], None]] = {
     "clock": _clock,
     "descriptors": _descriptors,
     "memory": _memory,
-    "small files": _small_files,
+    "full checkpoint": _full_checkpoint,
+    "full metrics": _full_metrics,
     "full store": _full_store,
     "flip forward": _flip_frame("forward"),
     "flip backward": _flip_frame("backward"),

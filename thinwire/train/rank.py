@@ -66,21 +66,13 @@ def train_rank(
             _fit_shown(trainer)
         else:
             trainer.fit()
-    except OSError as error:
-        if error.errno is None:
+    except RunFailed:
+        raise
+    except (RuntimeError, OSError, MemoryError) as error:
+        reason = _reason(error, config.run.out, heartbeat)
+        if reason is None:
             raise
-        raise RunFailed(f"rank {dist.get_rank()}: {error.filename or config.run.out}: {error.strerror}") from error
-    except (RuntimeError, ConnectionError, MemoryError) as error:
-        if isinstance(error, RunFailed):
-            raise
-        if _is_out_of_memory(error):
-            reason = str(error).strip().splitlines() or ["MemoryError"]
-            raise RunFailed(f"rank {dist.get_rank()} is out of memory: {reason[0]}") from error
-        lost = heartbeat.lost()
-        if not lost and not _is_broken_connection(error):
-            raise
-        who = f"lost rank {', '.join(map(str, lost))}" if lost else f"rank {dist.get_rank()} lost its connections"
-        raise RunFailed(f"{who}: {str(error).splitlines()[0]}") from error
+        raise RunFailed(reason) from error
     finally:
         heartbeat.close()
     dist.destroy_process_group()
@@ -93,6 +85,20 @@ def _make_group(backend: str, alone: bool, limit: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     else:
         join(backend, limit)
+
+
+def _reason(error: Exception, out: str, heartbeat: Heartbeat) -> str | None:
+    """One line for an error that is not the program's own fault: a disk, memory, a lost rank; None for any other."""
+    rank = dist.get_rank()
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+        return f"rank {rank}: {error.filename or out}: {error.strerror}"
+    if _is_out_of_memory(error):
+        return f"rank {rank} is out of memory: {text}"
+    lost = heartbeat.lost()
+    if lost:
+        return f"lost rank {', '.join(map(str, lost))}: {text}"
+    return f"rank {rank} lost its connections: {text}" if _is_broken_connection(error) else None
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -80,10 +80,11 @@ class Checkpoints:
             with _without_warning():
                 dcp.save(dict(state), checkpoint_id=mine, no_dist=not self.shared or self.size == 1)
         except CheckpointException as error:
-            reasons = [one for one, _ in error.failures.values() if isinstance(one, OSError)]
-            if not reasons:
+            reasons = [_write_failure(one) for one, _ in error.failures.values()]
+            known = [reason for reason in reasons if reason is not None]
+            if not known:
                 raise
-            raise RunFailed(f"cannot write the checkpoint {target}: {reasons[0].strerror}") from error
+            raise RunFailed(f"cannot write the checkpoint {target}: {known[0]}") from error
         self._barrier()
         self._list_checksums(mine)
         self._barrier()
@@ -182,3 +183,12 @@ class Checkpoints:
         if self.rank == 0:
             mark.unlink()
         return bool(seen)
+
+
+def _write_failure(error: BaseException) -> str | None:
+    """The disk's reason, in words; None where it was not the disk.
+
+    torch's writer of tensors finds at its end that bytes are missing, and raises that instead of the disk's error."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"the disk is full or failed: {error}" if "inline_container" in str(error) else None

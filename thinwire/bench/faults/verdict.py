@@ -93,4 +93,4 @@ def _lines(one: Ended) -> list[str]:
 
 
 def _last(one: Ended) -> str:
-    return one.lines[-1] if one.lines else "nothing"
+    return next((line for line in reversed(one.lines) if line.strip()), "nothing")

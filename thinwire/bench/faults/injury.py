@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 STRUCK, DONE = "struck", "done"  # files in a cell's folder: the injury has begun; what is done from outside is done
 DAY = 86_400.0
@@ -76,7 +77,7 @@ def _wait_for_outside(trouble: Trouble, injury: Injury) -> None:
 def _clock(trouble: Trouble, injury: Injury) -> None:
     """The time of day jumps; the monotonic clock goes on."""
     real = time.time
-    time.time = lambda: real() + injury.seconds  # type: ignore[assignment]
+    mock.patch.object(time, "time", lambda: real() + injury.seconds).start()
 
 
 def _descriptors(trouble: Trouble, injury: Injury) -> None:
@@ -107,7 +108,7 @@ def _full_checkpoint(trouble: Trouble, injury: Injury) -> None:
         with _small_files(SMALL_FILE):
             return save(*arguments)
 
-    Checkpoints.save = limited  # type: ignore[method-assign]
+    mock.patch.object(Checkpoints, "save", limited).start()
 
 
 def _full_metrics(trouble: Trouble, injury: Injury) -> None:
@@ -120,7 +121,7 @@ def _full_metrics(trouble: Trouble, injury: Injury) -> None:
         with _small_files(metrics.path.stat().st_size):
             write(metrics, *arguments, **values)
 
-    Metrics.write = limited  # type: ignore[method-assign]
+    mock.patch.object(Metrics, "write", limited).start()
 
 
 @contextlib.contextmanager
@@ -140,7 +141,7 @@ def _full_store(trouble: Trouble, injury: Injury) -> None:
     def refuse(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    os.pwrite = refuse
+    mock.patch.object(os, "pwrite", refuse).start()
 
 
 def _flip_frame(direction: str) -> Callable[[Trouble, Injury], None]:
@@ -158,7 +159,7 @@ def _flip_frame(direction: str) -> Callable[[Trouble, Injury], None]:
                 frame = _flipped(frame, injury.bit)
             return frame
 
-        Lane.send = damaged  # type: ignore[method-assign]
+        mock.patch.object(Lane, "send", damaged).start()
 
     return arm
 
@@ -176,7 +177,7 @@ def _flip_announcement(trouble: Trouble, injury: Injury) -> None:
             arrived[2 + injury.bit % 4] ^= 1  # step, train or evaluate, number of ids, first id
         return arrived
 
-    Announcer._send = damaged  # type: ignore[method-assign]
+    mock.patch.object(Announcer, "_send", damaged).start()
 
 
 def _flip_gradients(trouble: Trouble, injury: Injury) -> None:
@@ -201,7 +202,7 @@ def _flip_gradients(trouble: Trouble, injury: Injury) -> None:
                 sends[0].tensor = _flipped(sends[0].tensor, injury.bit)
             return dist.batch_isend_irecv(operations)
 
-    groups.dist = Damaging("damaging")  # type: ignore[attr-defined]
+    mock.patch.object(groups, "dist", Damaging("damaging")).start()
 
 
 def _flipped(message: Any, bit: int) -> Any:

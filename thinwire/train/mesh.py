@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from thinwire.torch_private.groups import timeout_of
+from thinwire.torch_private.groups import set_timeout, timeout_of
 from thinwire.train.config.sections import MeshConfig
 
 
@@ -59,6 +59,8 @@ def make_mesh(config: MeshConfig, device: str = "cpu") -> Mesh:
     ends: dist.ProcessGroup | None = None
     pair: dist.ProcessGroup | None = None
     timeout = timeout_of(None)
+    for name in ("dp", "pp", "tp"):  # torch gives the groups of a mesh its own time-out
+        set_timeout(mesh.get_group(name), timeout)
     if len(places) == 2:
         for t in range(config.tp):  # every rank makes all groups, and keeps its own
             pairs = [[(r * config.pp + place) * config.tp + t for place in places] for r in range(config.dp)]

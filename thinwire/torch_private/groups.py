@@ -31,14 +31,6 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     return timeout
 
 
-def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let collectives of the group wait for so long from now on."""
-    if hasattr(dist, "set_timeout"):  # since 2.15
-        dist.set_timeout(timeout, group)
-    else:
-        distributed_c10d._set_pg_timeout(timeout, group)
-
-
 def default_store() -> dist.Store:
     """The store that the default group's ranks met in."""
     return distributed_c10d._get_default_store()

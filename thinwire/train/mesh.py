@@ -7,11 +7,14 @@ ranks that hold the same slice.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.torch_private.groups import set_timeout, timeout_of
+from thinwire.torch_private.groups import timeout_of
 from thinwire.train.config.sections import MeshConfig
 
 
@@ -51,16 +54,16 @@ class Mesh:
 
 def make_mesh(config: MeshConfig, device: str = "cpu") -> Mesh:
     """This rank's place and groups; every rank of the world calls it. `device`: "cpu" or "cuda"."""
-    mesh = init_device_mesh(device, (config.dp, config.pp, config.tp), mesh_dim_names=("dp", "pp", "tp"))
+    layout = torch.arange(config.ranks).view(config.dp, config.pp, config.tp)
+    timeout = timeout_of(None)
+    dp, pp, tp = (_group_along(layout, dimension, timeout) for dimension in range(3))
+    mesh = DeviceMesh.from_group([dp, pp, tp], device, mesh=layout, mesh_dim_names=("dp", "pp", "tp"))
     replica, rest = divmod(dist.get_rank(), config.pp * config.tp)
     position, shard = divmod(rest, config.tp)
     plan = config.plan()
     places = sorted({plan.rank_of[0], plan.rank_of[-1]})
     ends: dist.ProcessGroup | None = None
     pair: dist.ProcessGroup | None = None
-    timeout = timeout_of(None)
-    for name in ("dp", "pp", "tp"):  # torch gives the groups of a mesh its own time-out
-        set_timeout(mesh.get_group(name), timeout)
     if len(places) == 2:
         for t in range(config.tp):  # every rank makes all groups, and keeps its own
             pairs = [[(r * config.pp + place) * config.tp + t for place in places] for r in range(config.dp)]
@@ -70,6 +73,18 @@ def make_mesh(config: MeshConfig, device: str = "cpu") -> Mesh:
                 ends, pair = both, each[replica]
     mine = position in places
     return Mesh(
-        config, replica, position, shard, mesh.get_group("dp"), mesh.get_group("pp"), mesh["tp"],
+        config, replica, position, shard, dp, pp, mesh["tp"],
         ends if mine else None, pair if mine else None,
     )  # fmt: skip
+
+
+def _group_along(layout: Tensor, dimension: int, timeout: timedelta) -> dist.ProcessGroup:
+    """This rank's group along a dimension of the mesh, while all ranks make all groups of it.
+
+    Made here and not by torch's `init_device_mesh`, whose groups wait for half an hour, whatever the default one does.
+    """
+    made = [
+        (ranks, dist.new_group(ranks, timeout=timeout))
+        for ranks in layout.movedim(dimension, -1).reshape(-1, layout.shape[dimension]).tolist()
+    ]
+    return next(group for ranks, group in made if dist.get_rank() in ranks)

@@ -31,7 +31,8 @@ def test_quick_run_resumes(tmp_path: Path) -> None:
     assert all(row["ranks_agree"] and row["held"] < 3 for row in rows), rows
     exact = {row["bytes"] for row in rows if row["method"] == "dense"}
     n = rows[0]["parameters"]
-    assert all(6 * n <= sent <= 6 * n + 100 for sent in exact)  # a ring of four sends 2·(3/4)·4 bytes a value
+    # a ring of four sends 2·(3/4)·4 bytes per value; flags and checksums that the ranks agree on come on top
+    assert all(6 * n <= sent <= 6 * n + 400 for sent in exact)
     assert all(row["bytes"] < 0.1 * 6 * n for row in rows if row["method"].startswith("OkTopk"))
     assert (tmp_path / "frontier.png").stat().st_size > 10_000
     assert "| OkTopk 5 %" in out

@@ -31,7 +31,7 @@ LOOKS = {
 TICKS = (-10, -3, -1, 0, 1, 3, 10, 30)  # % of dense's loss
 FEW_TICKS = (-10, -1, 0, 1, 10, 100)  # where the panel reaches further
 ROW = re.compile(
-    r"\| (?P<method>[^|†(]+?)†?(?: \(seeds: \d\))? \|[^|]*\|[^|]*\| (?P<mean>[-+\d.]+) ± (?P<half>[\d.]+|\?) "
+    r"\| (?P<method>[^|†(]+?)†?(?: \(seeds: \d\))? \|[^|]*\|[^|]*\| (?P<mean>[-−+\d.]+) ± (?P<half>[\d.]+|\?) "
     r"\|[^|]*\| (?P<ratio>[\d.]+) \|"
 )
 
@@ -64,7 +64,7 @@ def bars_of_page(text: str) -> list[Bar]:
         title = part.splitlines()[0]
         for row in ROW.finditer(part):
             half = None if row["half"] == "?" else float(row["half"])
-            bars.append(Bar(title, row["method"], float(row["mean"]), half, float(row["ratio"])))
+            bars.append(Bar(title, row["method"], float(row["mean"].replace("−", "-")), half, float(row["ratio"])))
     return bars
 
 

@@ -15,7 +15,7 @@ from quality_tasks import TASKS
 CLOSE = 0.005  # "as good as dense"
 # Student's t for a two-sided 95 % interval, by degrees of freedom
 T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-HEAD = "| method | rate | held-out loss | against dense, % | kB a step | × less | after warm-up | within 0.5 % |"
+HEAD = "| method | rate | held-out loss | against dense, % | kB per step | × less | after warm-up | within 0.5 % |"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 from thinwire.bench.faults.cells import FAULTS, RUNS, Cell, chosen
 from thinwire.bench.faults.launch import PRELOAD, RANKS, Launcher
-from thinwire.bench.faults.matrix import Matrix
 from thinwire.bench.faults.verdict import BAD, GOOD, Verdict
 from thinwire.errors import UsageError
 from thinwire.lab import Network, check
@@ -41,6 +40,8 @@ def judged(cells: Sequence[Cell], patience: float, seed: int) -> Iterator[Row]:
     strike.
 
     TCP in the hosts is more patient than any cell: it is the programs that must give up."""
+    from thinwire.bench.faults.matrix import Matrix  # imports torch
+
     with (
         tempfile.TemporaryDirectory(prefix="thinwire-faults-") as folder,
         Network(hosts=RANKS, preload=PRELOAD, patience=900.0) as net,

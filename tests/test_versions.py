@@ -17,7 +17,7 @@ from thinwire.torch_private.versions import NEWEST, OLDEST, REQUIREMENT, TRIED, 
 ROOT = Path(__file__).parent.parent
 NOT_TORCHS = {  # private names of others, or of our own classes, that thinwire uses
     "_replace", "_exit", "_shutdown", "_run_exitfuncs", "_negative_number_matcher", "_attn_implementation", "_start",
-    "_send",
+    "_send", "_train_step",
 }  # fmt: skip
 
 

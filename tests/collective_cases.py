@@ -13,7 +13,7 @@ from torch import Tensor
 import thinwire as tw
 from thinwire import collectives as k
 from thinwire.codecs import NaturalDither, Quantize, RandK, TopK
-from thinwire.collectives.groups import gather
+from thinwire.collectives.messages import gather
 from thinwire.memory import EF21, Diana, ErrorFeedback, Memory, Plain, RandDiana
 
 COLLECTIVES = {

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
 from thinwire.collectives import Collective, Dense, LowRank, OkTopk, Quantized
-from thinwire.collectives.groups import gather, new_group, subgroup, twin, unmetered
+from thinwire.collectives.groups import new_group, subgroup, twin, unmetered
+from thinwire.collectives.messages import gather
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.parallel import compress_ddp
 from thinwire.torch_private.groups import timeout_of

@@ -300,7 +300,7 @@ def error_on_the_thread_is_raised_by_backward() -> None:
     def broken(*_: object) -> Tensor:
         raise ValueError("on purpose")
 
-    with mock.patch.object(handle.reducer.exchange, "reduce", broken):
+    with mock.patch.object(handle.reducer.exchange, "reduce_steps", broken):
         try:
             backward(model, 0)
             check(False, "nothing was raised")

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d as c10d
 
-from thinwire.collectives.groups import Group, gather
+from thinwire.collectives.groups import Group
+from thinwire.collectives.messages import gather
 from thinwire.errors import UsageError
 
 LIMIT = datetime.timedelta(seconds=30)  # how long a collective may wait for a rank

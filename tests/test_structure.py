@@ -12,7 +12,7 @@ FOLDER_FILES, FILE_LINES, FUNCTION_LINES, TEST_LINES = 20, 300, 50, 400
 # A folder (or single file) imports only from earlier levels; those of one level never import each other.
 LEVELS = [
     ("errors",),
-    ("registry", "quantities", "torch_private", "installed", "cpu_features"),
+    ("registry", "quantities", "steps", "torch_private", "installed", "cpu_features"),
     ("kernels",),
     ("codecs",),
     ("memory",),

@@ -78,7 +78,12 @@ def norms(config: TrainConfig) -> list[float | None]:
     dist.init_process_group("gloo")
     trainer, found = Trainer(config, say=lambda line: None), []
     apply = trainer.parts.update.apply
-    with mock.patch.object(trainer.parts.update, "apply", lambda rate: found.append(apply(rate)) or found[-1]):
+
+    def noting(rate: float, norm: float, skipped: bool) -> None:
+        found.append(None if skipped else norm)
+        apply(rate, norm, skipped)
+
+    with mock.patch.object(trainer.parts.update, "apply", noting):
         trainer.fit()
     return found
 
@@ -114,10 +119,11 @@ def troubled(config: TrainConfig) -> Troubled:
         spoil.remove()
         with torch.no_grad():
             weight[5, 7] += 1
-    for _ in range(2):
-        trainer._train_step()
+    trainer._train_step()
+    stopped_before = trainer.agreed_to_stop
     trainer.stop.asked = struck
-    stops = trainer._agreed_to_stop()
+    trainer._train_step()
+    stops = trainer.agreed_to_stop and not stopped_before
     trainer._save()
     update.close()
     resumed = Trainer(config, resume=True, say=lambda line: None).parts.update

@@ -30,7 +30,7 @@ import thinwire as tw
 from thinwire import codecs as c
 from thinwire import collectives as k
 from thinwire import memory as m
-from thinwire.collectives.groups import gather
+from thinwire.collectives.messages import gather
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.data_parallel.tied_embedding import TiedEmbedding
 from thinwire.memory.channel import Channel

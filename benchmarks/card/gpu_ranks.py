@@ -6,6 +6,7 @@ talks over sockets: the loopback device, or the `eth0` of a host in the lab's em
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import multiprocessing as mp
@@ -79,7 +80,7 @@ def launch(function: Callable[..., Any], ranks: int, *arguments: Any, seconds: f
     context.set_forkserver_preload(PRELOAD)
     told, port, end = context.Queue(), _free_port(), time.monotonic() + seconds
     processes = [
-        context.Process(target=_rank, args=(told, rank, ranks, port, function, arguments), daemon=True)
+        context.Process(target=_rank, args=(told, rank, ranks, port, seconds, function, arguments), daemon=True)
         for rank in range(ranks)
     ]
     for process in processes:
@@ -119,8 +120,10 @@ class _Done:
 
 
 def _rank(
-    told: Any, rank: int, ranks: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+    told: Any, rank: int, ranks: int, port: int, seconds: float, function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:  # fmt: skip
+    faulthandler.dump_traceback_later(0.9 * seconds)  # where every thread stands, should it hang
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", **nccl_variables(rank),

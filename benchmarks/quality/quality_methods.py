@@ -13,7 +13,8 @@ from torch import Tensor
 from thinwire.codecs import Quantize, ScaledSign
 from thinwire.collectives import Collective, Dense, Gather, LowRank, OkTopk, Quantized, TopkAllgather, TwoHop
 from thinwire.collectives.base import State
-from thinwire.collectives.groups import all_reduce, world
+from thinwire.collectives.groups import world
+from thinwire.collectives.messages import all_reduce
 from thinwire.config.wire import Reduction
 from thinwire.memory import EF21, Diana, ErrorFeedback, Memory, Plain
 

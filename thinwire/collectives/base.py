@@ -16,12 +16,15 @@ from torch import Tensor
 
 from thinwire.collectives.groups import Group
 from thinwire.collectives.sums import exact_mean
+from thinwire.steps import Steps, finish
 
 State = dict[str, Tensor]
 
 
 class Collective:
-    """One way to average a vector over a group; a subclass says how in `exchange`."""
+    """One way to average a vector over a group; a subclass says how in `exchange`, or in `steps`."""
+
+    fixed_sizes = False  # messages of one tensor have the same sizes every time, so receives can be posted early
 
     def exchange(
         self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
@@ -34,7 +37,17 @@ class Collective:
         InvalidExchange, after the last message, where this member sees that the result cannot be used; others may not
         have seen it, and the caller has to agree with them (`Reducer`, `tw.all_reduce` and `FrozenAdam` do).
         """
-        raise NotImplementedError
+        return finish(self.steps(u, group, state=state, key=key, step=step, seed=seed))
+
+    def steps(
+        self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
+    ) -> Steps[tuple[Tensor, Tensor]]:
+        """`exchange`, stopping where it would wait for messages, so that other exchanges can go on. Where a subclass
+        has `exchange` only, it never stops."""
+        if type(self).exchange is Collective.exchange:
+            raise NotImplementedError(f"{type(self).__name__} has neither exchange nor steps")
+        yield from ()
+        return self.exchange(u, group, state=state, key=key, step=step, seed=seed)
 
     def mean(self, x: Tensor, group: Group = None) -> Tensor:
         """The exact mean, for what a memory sends in full."""

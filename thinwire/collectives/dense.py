@@ -11,20 +11,24 @@ from torch import Tensor
 from thinwire.codecs import Codec, Quantize
 from thinwire.codecs.base import is_finite
 from thinwire.collectives.base import Collective, State
-from thinwire.collectives.groups import Group, gather, swap, world
-from thinwire.collectives.sums import exact_mean, large_unit
+from thinwire.collectives.groups import Group, world
+from thinwire.collectives.messages import Swap, gather_steps
+from thinwire.collectives.sums import exact_mean_steps, large_unit
 from thinwire.errors import InvalidExchange, UsageError
 from thinwire.kernels.random import derive
+from thinwire.steps import Steps
 
 
 @dataclass(frozen=True)
 class Dense(Collective):
-    """The exact mean of n values, by the backend's all-reduce. 2n(P−1)/P words."""
+    """The exact mean of n values, by an all-reduce. 2n(P−1)/P words."""
 
-    def exchange(
+    fixed_sizes = True
+
+    def steps(
         self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        return exact_mean(u, group), u
+    ) -> Steps[tuple[Tensor, Tensor]]:
+        return (yield from exact_mean_steps(u, group)), u
 
 
 @dataclass(frozen=True)
@@ -38,17 +42,18 @@ class Gather(Collective):
     """
 
     codec: Codec
+    fixed_sizes = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             raise UsageError(f"Gather wants a codec, not {self.codec!r}")
 
-    def exchange(
+    def steps(
         self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Steps[tuple[Tensor, Tensor]]:
         size, rank = world(group)
         message, finite = self.codec.encode_flagged(u, derive(seed, rank))
-        messages = gather(message, group)
+        messages = yield from gather_steps(message, group)
         parts = [self.codec.decode(w, u.shape, u.dtype, derive(seed, r)) for r, w in enumerate(messages)]
         total = parts[0].clone()
         for part in parts[1:]:
@@ -76,14 +81,15 @@ class TwoHop(Collective):
     """
 
     codec: Codec
+    fixed_sizes = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             raise UsageError(f"TwoHop wants a codec, not {self.codec!r}")
 
-    def exchange(
+    def steps(
         self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Steps[tuple[Tensor, Tensor]]:
         size, rank = world(group)
         codec, dtype = self.codec, u.dtype
         chunks = u.reshape(-1).split(self.lengths(u.numel(), size))
@@ -92,12 +98,16 @@ class TwoHop(Collective):
         # 1. every chunk to its owner
         coded = [codec.encode_flagged(chunk, derive(seed, rank, j)) for j, chunk in enumerate(chunks)]
         sent = [wire for wire, _ in coded]
-        arrived = swap(sent, [sizes[rank]] * size, group)
+        first_hop = Swap(sent, [sizes[rank]] * size, group)
+        yield
+        arrived = first_hop.wait()
         # 2. the owner adds in rank order
         total, average = self._added(arrived, chunks[rank], rank, seed)
         # 3. the owner's mean to all
         message, finite = codec.encode_flagged(average, derive(seed, "mean", rank))
-        means = swap([message] * size, sizes, group)
+        second_hop = Swap([message] * size, sizes, group)
+        yield
+        means = second_hop.wait()
         mean = [codec.decode(wire, shapes[j], dtype, derive(seed, "mean", j)) for j, wire in enumerate(means)]
         own = [codec.decode(wire, shapes[j], dtype, derive(seed, rank, j)) for j, wire in enumerate(sent)]
         own[rank] = own[rank] + _where_finite(

@@ -1,4 +1,4 @@
-"""What thinwire asks of a process group: size and rank, the primitives that move bytes, and groups of one's own.
+"""What thinwire asks of a process group: size and rank, and groups of one's own. messages.py: how bytes move in it.
 
 Every function takes a torch process group (None: the default one), a `Metered` one, which counts what this member
 sends, or ALONE: a group of this member only, in which nothing is sent.
@@ -6,18 +6,16 @@ sends, or ALONE: a group of this member only, in which nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.transit import Transit, checksum_of
+from thinwire.collectives.early import Early
+from thinwire.collectives.transit import Transit
 from thinwire.torch_private.groups import is_known, known_groups, timeout_of
-
-BUCKET = 4  # peers a message is exchanged with before those of the next are waited for
 
 
 class Alone:
@@ -32,13 +30,15 @@ class Metered:
     """A process group that counts the payload bytes this member sends over it; taken wherever a group is.
 
     group: the process group itself. sent: bytes so far. transit: keeps checksums of messages, if any. members: of this
-    group by their rank, as transit numbers them; None: the same.
+    group by their rank, as transit numbers them; None: the same. early: posts receives before their messages are sent,
+    where messages have the same sizes every time.
     """
 
     group: dist.ProcessGroup | Alone | None
     sent: int = 0
     transit: Transit | None = None
     members: Sequence[int] | None = None
+    early: Early | None = None
 
     def note(self, source: int, to: int, total: Tensor) -> None:
         """A message with that checksum went from rank `source` to rank `to`."""
@@ -128,86 +128,3 @@ def destroy(group: dist.ProcessGroup) -> None:
     """Free the threads and connections of a group, unless torch.distributed has been left already."""
     if dist.is_initialized() and is_known(group):
         dist.destroy_process_group(group)
-
-
-def gather(x: Tensor, group: Group) -> list[Tensor]:
-    """Every member's x, in rank order; all of one shape and dtype."""
-    size, _ = world(group)
-    if size == 1:
-        return [x]
-    out = [torch.empty_like(x) for _ in range(size)]
-    count_sent(group, x.nbytes * (size - 1))
-    dist.all_gather(out, x.contiguous(), group=unmetered(group))
-    if is_checked(group):
-        _note_all(group, [x] * size, out)
-    return out
-
-
-def is_checked(group: Group) -> TypeGuard[Metered]:
-    """Are checksums of messages kept?"""
-    return isinstance(group, Metered) and group.transit is not None
-
-
-def _note_all(group: Metered, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
-    """Messages to every member and from every member, in the order of members; empty ones are not sent."""
-    size, rank = world(group)
-    totals: dict[int, Tensor] = {}  # one message may go to many
-    for member in range(size):
-        if member != rank and outgoing[member].numel():
-            message = outgoing[member]
-            totals.setdefault(id(message), checksum_of(message))
-            group.note(rank, member, totals[id(message)])
-        if member != rank and incoming[member].numel():
-            group.note(member, rank, checksum_of(incoming[member]))
-
-
-def arriving(outgoing: list[Tensor], sizes: list[int], group: Group) -> Iterator[tuple[int, Tensor]]:
-    """Send outgoing[j] to member j; yield (member, what it sent here), sizes[member] bytes of uint8, own first.
-
-    Step s sends to (r + s) mod P and receives from (r − s) mod P, so that no member is everybody's target at once
-    (Ok-Topk's destination rotation). All steps are posted at once, in buckets; a bucket is handed over when it is
-    there, while later ones are in flight, always in the same order. Nothing is sent where there is nothing to send.
-
-    A bucket's receives are posted before its sends. Gloo sends nothing until the other end has said that it expects it,
-    and that word takes the connection which the other direction's data takes: behind it, two members that are a few
-    milliseconds apart would send one after the other instead of both at once.
-    """
-    size, rank = world(group)
-    count_sent(group, sum(x.nbytes for x in outgoing) - outgoing[rank].nbytes)
-    process_group = None if size == 1 else unmetered(group)
-    incoming = [torch.empty(n, dtype=torch.uint8, device=outgoing[rank].device) for n in sizes]
-    posted = []
-    for first in range(1, size, BUCKET):
-        receives, sends, sources = [], [], []
-        for s in range(first, min(first + BUCKET, size)):
-            to, source = (rank + s) % size, (rank - s) % size
-            if outgoing[to].numel():
-                sends.append(dist.P2POp(dist.isend, outgoing[to].contiguous(), group=process_group, group_peer=to))
-            if sizes[source]:
-                receives.append(dist.P2POp(dist.irecv, incoming[source], group=process_group, group_peer=source))
-            sources.append(source)
-        operations = receives + sends
-        posted.append((sources, dist.batch_isend_irecv(operations) if operations else []))
-    yield rank, outgoing[rank]
-    for sources, works in posted:
-        for work in works:
-            work.wait()
-        for source in sources:
-            yield source, incoming[source]
-    if is_checked(group):
-        _note_all(group, outgoing, incoming)
-
-
-def swap(outgoing: list[Tensor], sizes: list[int], group: Group) -> list[Tensor]:
-    """`arriving`, all of it, in member order."""
-    arrived = dict(arriving(outgoing, sizes, group))
-    return [arrived[member] for member in range(len(outgoing))]
-
-
-def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum over the members, in a new tensor."""
-    out, size = x.clone(), world(group)[0]
-    if size > 1:
-        count_sent(group, 2 * x.nbytes * (size - 1) // size)
-        dist.all_reduce(out, group=unmetered(group))
-    return out

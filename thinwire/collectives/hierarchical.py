@@ -22,11 +22,11 @@ from thinwire.collectives.groups import (
     explicit,
     is_alone,
     subgroup,
-    swap,
     unmetered,
     world,
 )
 from thinwire.collectives.lowrank import LowRank
+from thinwire.collectives.messages import swap
 from thinwire.collectives.regions import region_bounds
 from thinwire.errors import InvalidExchange, UsageError
 from thinwire.kernels.random import derive

@@ -14,9 +14,10 @@ from thinwire.codecs.lowrank import LowRank as LowRankCodec
 from thinwire.codecs.lowrank import matrix_shape, starting_factor
 from thinwire.collectives.base import Collective, State
 from thinwire.collectives.groups import Group
-from thinwire.collectives.sums import exact_mean
+from thinwire.collectives.sums import exact_mean_steps
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
+from thinwire.steps import Steps
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class LowRank(Collective):
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> LowRank:
         return replace(self, shapes=tuple(tuple(shape) for shape in shapes))
 
-    def exchange(
+    def steps(
         self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Steps[tuple[Tensor, Tensor]]:
         parts = self._parts(u)
         raw = [LowRankCodec(self.rank).is_raw(tuple(part.shape)) for part in parts]
         thin = [i for i, whole in enumerate(raw) if not whole]
@@ -54,10 +55,10 @@ class LowRank(Collective):
         start = derive("lowrank", seed)
         starts = {i: starting_factor(m, self.rank, start, state.get(f"q{i}")) for i, m in matrices.items()}
         first = [part if whole else matrices[i] @ starts[i] for i, (part, whole) in enumerate(zip(parts, raw))]
-        means = _mean(first, group)
+        means = yield from _mean(first, group)
         lefts = _orthonormal({i: means[i] for i in thin})
         rights = {i: matrices[i].T @ lefts[i] for i in thin}
-        mean_rights = dict(zip(thin, _mean(list(rights.values()), group))) if thin else {}
+        mean_rights = dict(zip(thin, (yield from _mean(list(rights.values()), group)))) if thin else {}
         state.update({f"q{i}": right for i, right in mean_rights.items()})
         mean = [part if whole else lefts[i] @ mean_rights[i].T for i, (part, whole) in enumerate(zip(means, raw))]
         own = [part if whole else lefts[i] @ rights[i].T for i, (part, whole) in enumerate(zip(parts, raw))]
@@ -78,9 +79,9 @@ def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _mean(tensors: list[Tensor], group: Group) -> list[Tensor]:
+def _mean(tensors: list[Tensor], group: Group) -> Steps[list[Tensor]]:
     """The mean over the members of every tensor, by one all-reduce."""
-    whole = exact_mean(_flat(tensors), group)
+    whole = yield from exact_mean_steps(_flat(tensors), group)
     return [part.view(t.shape) for part, t in zip(whole.split([t.numel() for t in tensors]), tensors)]
 
 

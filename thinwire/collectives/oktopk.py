@@ -18,7 +18,8 @@ import thinwire.collectives.thresholds as thresholds
 from thinwire.codecs import TopK
 from thinwire.codecs.entries import Entries
 from thinwire.collectives.base import Collective, State
-from thinwire.collectives.groups import Group, all_reduce, gather, world
+from thinwire.collectives.groups import Group, world
+from thinwire.collectives.messages import all_reduce, gather
 from thinwire.collectives.regions import Picked, balanced_gather, put, split_and_reduce
 from thinwire.collectives.sums import exact_mean
 from thinwire.errors import UsageError

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.entries import Entries
-from thinwire.collectives.groups import Group, arriving, gather, swap, world
+from thinwire.collectives.groups import Group, world
+from thinwire.collectives.messages import Swap, gather, swap
 from thinwire.collectives.sums import large_unit, may_overflow
 from thinwire.kernels import select
 
@@ -80,7 +81,7 @@ def split_and_reduce(
     outgoing = [messages[(owner - shift) % size] for owner in range(size)]
     dtype = picked[1].dtype
     region = zeros(lengths[mine], picked[1])
-    for sender, wire in arriving(outgoing, [code.nbytes(lengths[mine], c, dtype) for c in column], group):
+    for sender, wire in Swap(outgoing, [code.nbytes(lengths[mine], c, dtype) for c in column], group).arriving():
         select.scatter_add(region, *code.decode(wire, lengths[mine], column[sender], dtype))
     if code.is_exact:
         return region, mine, picked, unit

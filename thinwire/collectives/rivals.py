@@ -12,7 +12,8 @@ from thinwire.codecs.base import is_finite
 from thinwire.codecs.entries import Entries
 from thinwire.codecs.exact import Identity
 from thinwire.collectives.base import Collective, State
-from thinwire.collectives.groups import Group, gather, swap, world
+from thinwire.collectives.groups import Group, world
+from thinwire.collectives.messages import gather, swap
 from thinwire.collectives.regions import put, region_bounds, split_and_reduce, zeros
 from thinwire.collectives.sums import large_unit
 from thinwire.kernels import select

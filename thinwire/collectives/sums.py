@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import is_finite
-from thinwire.collectives.groups import Group, all_reduce, world
+from thinwire.collectives.groups import Group, world
+from thinwire.collectives.messages import all_reduce_steps
 from thinwire.errors import InvalidExchange
+from thinwire.steps import Steps, finish
 
 
 def large_unit(size: int) -> float:
@@ -27,16 +29,21 @@ def may_overflow(values: Tensor, size: int) -> Tensor:
 
 
 def exact_mean(x: Tensor, group: Group) -> Tensor:
-    """The mean of x over the group, by the backend's all-reduce. InvalidExchange on all members where it is NaN or Inf.
+    """The mean of x over the group. InvalidExchange on all members where it is NaN or Inf.
 
     Its sum has the same bits on all members, so all see alike that it is out of range, and add again.
     """
+    return finish(exact_mean_steps(x, group))
+
+
+def exact_mean_steps(x: Tensor, group: Group) -> Steps[Tensor]:
+    """`exact_mean`, stopping where it would wait."""
     size, _ = world(group)
-    total = all_reduce(x, group)
+    total = yield from all_reduce_steps(x, group)
     if bool(is_finite(total)):
         return total / size
     unit = large_unit(size)
-    mean = all_reduce(x / unit, group) / (size / unit)
+    mean = (yield from all_reduce_steps(x / unit, group)) / (size / unit)
     if not bool(is_finite(mean)):
         raise InvalidExchange("the mean is NaN or Inf")
     return mean

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.base import State
-from thinwire.collectives.groups import Group, all_reduce, gather
+from thinwire.collectives.groups import Group
+from thinwire.collectives.messages import all_reduce, gather
 from thinwire.collectives.regions import Picked
 from thinwire.kernels import select
 

@@ -31,6 +31,8 @@ class Transit:
     def table(self, device: torch.device) -> Tensor:
         """uint8: every sum and its complement, zeros for those of others, and start anew. The maximum of all members'
         tables holds a sum and its complement for every pair only where both ends had the same."""
+        if self.size == 1:
+            return torch.zeros(2 * WORD, dtype=torch.uint8, device=device)
         others = [member for member in range(self.size) if member != self.rank]
         mine = [(self.rank, member) for member in others] + [(member, self.rank) for member in others]
         nothing = torch.zeros((), dtype=torch.int64, device=device)

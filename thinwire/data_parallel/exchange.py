@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs.base import is_finite
+from thinwire.collectives.early import Early
 from thinwire.collectives.groups import ALONE, Group, Metered, unmetered, world
-from thinwire.collectives.sums import exact_mean
+from thinwire.collectives.messages import maximum
+from thinwire.collectives.sums import exact_mean_steps
 from thinwire.collectives.transit import Transit
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Shape, Unit, make_units
@@ -18,7 +19,9 @@ from thinwire.distributed.summary import Summary
 from thinwire.errors import InvalidExchange, UsageError
 from thinwire.memory import Plain
 from thinwire.memory.channel import Channel
+from thinwire.steps import Steps, finish
 
+TAGS = 8  # messages of one exchange at most
 SLOTS = ("e", "h", "m")  # residual, shift, mean shift: per parameter in a checkpoint
 
 
@@ -27,10 +30,14 @@ class Exchange:
     rollback what is written to state is staged.
 
     shapes: of the tensors, by name, in declaration order. reduction: how they are averaged, over `group`. seed: of
-    stochastic rounding and random choices, equal on all ranks.
+    stochastic rounding and random choices, equal on all ranks. own_group: nobody else uses the group, now or later, so
+    the receives of the next step may be posted when this one's have arrived.
     """
 
-    def __init__(self, shapes: Mapping[str, Shape], reduction: Reduction, group: Group = None, seed: int = 0) -> None:
+    def __init__(
+        self, shapes: Mapping[str, Shape], reduction: Reduction, group: Group = None, seed: int = 0,
+        own_group: bool = False,
+    ) -> None:  # fmt: skip
         self.reduction = reduction
         self.size, rank = world(group)  # known also after the group is destroyed
         self.transit = Transit(self.size, rank)
@@ -43,6 +50,15 @@ class Exchange:
             )
             for unit in self.units
         }  # fmt: skip
+        own_group = own_group and self.size > 1
+        self.flag_group = Metered(self.group.group)  # what is agreed on is no payload: counted apart, not checked
+        if own_group:
+            self.flag_group.early = self._early(2 * len(self.units))
+        self.unit_groups: dict[tuple[Unit, bool], Metered] = {}  # by unit, and whether it is sent exactly
+        for i, unit in enumerate(self.units) if own_group else ():
+            for exact in (True, False) if reduction.collective.fixed_sizes else (True,):
+                early = self._early(2 * i + exact)
+                self.unit_groups[unit, exact] = Metered(self.group.group, transit=self.transit, early=early)
         self.steps = 0  # ended, also those rolled back, and those of a loaded state
         self.resumed = 0  # of them, those of the loaded state
         self.averaged = 0  # values, in all of this exchange's own steps
@@ -52,12 +68,16 @@ class Exchange:
     @property
     def sent(self) -> int:
         """Payload bytes that this rank has sent."""
-        return self.group.sent
+        return self.group.sent + sum(group.sent for group in self.unit_groups.values())
 
     def summary(self, skips: int) -> Summary:
         """What was sent, next to what a ring in float32 would have sent. skips: steps that were rolled back."""
-        ring = 2 * 4 * self.averaged * (self.size - 1) // self.size
-        return Summary(self.steps - self.resumed, self.sent, ring, skips)
+        return Summary(self.steps - self.resumed, self.sent, self.ring_bytes, skips)
+
+    @property
+    def ring_bytes(self) -> int:
+        """What a ring in float32 would have sent."""
+        return 2 * 4 * self.averaged * (self.size - 1) // self.size
 
     @property
     def compressed(self) -> list[Unit]:
@@ -83,13 +103,20 @@ class Exchange:
         InvalidExchange, perhaps on some ranks only, where the mean or the residual leaves its type's range or a message
         was damaged: ranks are still in step, and must agree to roll back.
         """
+        return finish(self.reduce_steps(unit, x, exact))
+
+    def reduce_steps(self, unit: Unit, x: Tensor, exact: bool = False) -> Steps[Tensor]:
+        """`reduce`, stopping where it would wait for other ranks: other units can go on meanwhile."""
         if not self.is_open:
             self._begin_step()
+        group = self.unit_groups.get((unit, exact or unit.exact), self.group)
+        if group.early is not None:
+            group.early.begin()
         channel = self.channels[unit]
         self.averaged += x.numel()
         residual = self.residuals_before[unit] = channel.state.read("e", unit.name)
         if not (exact or unit.exact):
-            mean = channel.reduce(unit.name, x, self.group)
+            mean = yield from channel.reduce_steps(unit.name, x, group)
             left = channel.state.read("e", unit.name)
             if not bool(is_finite(mean) if left is None else is_finite(mean) & is_finite(left)):
                 raise InvalidExchange(f"{unit.name}: the mean or the residual is NaN or Inf")
@@ -97,7 +124,7 @@ class Exchange:
         if residual is not None:
             x = x + residual
             channel.state.write("e", unit.name, torch.zeros_like(residual))
-        return exact_mean(x, self.group)
+        return (yield from exact_mean_steps(x, group))
 
     def reduce_all(self, values: Callable[[Unit], Tensor], exact: bool = False) -> dict[Unit, Tensor] | None:
         """Every unit's mean, for the caller to commit. None, on all ranks: the step was rolled back, since some rank's
@@ -123,8 +150,9 @@ class Exchange:
         agreement did not arrive as it was sent."""
         if self.size == 1:
             return flags
-        both = torch.cat((flags, self.transit.table(flags.device)))
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=unmetered(self.group))
+        if self.flag_group.early is not None:
+            self.flag_group.early.begin()
+        both = maximum(torch.cat((flags, self.transit.table(flags.device))), self.flag_group)
         agreed, tables = both[: flags.numel()], both[flags.numel() :]
         agreed[0] |= ~self.transit.is_intact(tables)
         return agreed
@@ -132,6 +160,8 @@ class Exchange:
     def leave_group(self) -> None:
         """Nothing more is sent: the group, which another may destroy now, is not held any longer."""
         self.group = Metered(ALONE, self.sent)
+        self.flag_group = Metered(ALONE)
+        self.unit_groups.clear()
 
     def count_plain(self, x: Tensor) -> None:
         """x is averaged by the backend's own all-reduce, past the units: it is sent all the same."""
@@ -161,6 +191,10 @@ class Exchange:
         found = [self.channels[unit].state.read("e", unit.name) for unit in self.compressed]
         kept = [torch.linalg.vector_norm(e, dtype=torch.float64) for e in found if e is not None]
         return float(torch.stack(kept).norm()) if kept else None
+
+    def _early(self, number: int) -> Early:
+        """For one kind of message; every kind has tags of its own."""
+        return Early(unmetered(self.group), TAGS * number, TAGS)
 
     def _begin_step(self) -> None:
         for channel in self.channels.values():

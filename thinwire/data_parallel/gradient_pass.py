@@ -26,8 +26,10 @@ from thinwire.data_parallel.parameters import sparse_gradient
 from thinwire.data_parallel.step_state import StepState
 from thinwire.distributed.thread import CommunicationThread
 from thinwire.errors import InvalidExchange, UsageError
+from thinwire.steps import Steps
 
 log = logging.getLogger("thinwire")
+MOST_IN_FLIGHT = 4  # units whose exchanges wait for other ranks at a time; on a card one after the other
 Means = dict[str, Tensor | None]  # by parameter; None: no rank used it
 Deliver = Callable[[Means], None]
 Failed = Callable[[BaseException], None]
@@ -61,18 +63,21 @@ class Pass:
     """Every parameter's gradient once. It concludes by itself when the last one is in.
 
     scale: the loss scale of these gradients. exact: nothing is compressed. deliver: gets the means, on the
-    communication thread. failed: is told instead where the exchange broke.
+    communication thread. failed: is told instead where the exchange broke. agrees: False: after the last unit it waits
+    for `settle`, whose caller has asked all ranks.
     """
 
     def __init__(
-        self, setup: PassSetup, scale: float, exact: bool, deliver: Deliver | None, failed: Failed | None
-    ) -> None:
+        self, setup: PassSetup, scale: float, exact: bool, deliver: Deliver | None, failed: Failed | None,
+        agrees: bool = True,
+    ) -> None:  # fmt: skip
         setup.step.open()
         self.setup = setup
         self.scale = scale
         self.exact = exact
         self.deliver = deliver
         self.failed = failed
+        self.agrees = agrees
         self.missing = {unit: set(unit.parameters) for unit in setup.exchange.units}
         self.unsent = deque(reversed(setup.exchange.units))
         self.buffers: dict[Unit, Tensor] = {}
@@ -80,6 +85,7 @@ class Pass:
         self.is_complete = False  # all gradients are in, and all units queued
         self.finite = True
         self.unit_means: dict[Unit, Tensor] = {}
+        self.in_flight: deque[tuple[Unit, Steps[Tensor]]] = deque()  # exchanges that wait for other ranks
         self.means: Means = {}
         if setup.step.bracketed:
             setup.thread.submit(setup.step.announce_pass, failed=failed)
@@ -140,13 +146,28 @@ class Pass:
             x = x.div_(self.scale)
         self.unit_means[unit] = x
         if self.setup.ranks > 1:
-            try:
-                self.unit_means[unit] = self.setup.exchange.reduce(unit, x, self.exact)
-            except InvalidExchange as error:
-                log.warning("thinwire: a step is dropped: %s", error)
-                self.finite = False
-            else:
-                self.finite &= self._fits(unit, self.unit_means[unit])
+            steps = self.setup.exchange.reduce_steps(unit, x, self.exact)
+            if not self._proceed(unit, steps):
+                self.in_flight.append((unit, steps))
+            while len(self.in_flight) > (MOST_IN_FLIGHT if x.device.type == "cpu" else 0):
+                self._land()
+
+    def _proceed(self, unit: Unit, steps: Steps[Tensor]) -> bool:
+        """Run a unit's exchange until it has to wait for other ranks; is it at its end?"""
+        try:
+            next(steps)
+            return False
+        except StopIteration as end:
+            self.unit_means[unit] = end.value
+            self.finite &= self._fits(unit, end.value)
+        except InvalidExchange as error:
+            log.warning("thinwire: a step is dropped: %s", error)
+            self.finite = False
+        return True
+
+    def _land(self) -> None:
+        """One step of every exchange in flight, in the order in which they began: the same on all ranks."""
+        self.in_flight = deque(item for item in self.in_flight if not self._proceed(*item))
 
     def _fits(self, unit: Unit, mean: Tensor) -> bool:
         """Will the mean, times the loss scale, be in range of its parameters' types? With a residual it may be larger
@@ -157,7 +178,13 @@ class Pass:
         return bool(mean.abs().max() <= limit)
 
     def _conclude(self) -> None:
-        skipped, unused = self._agree()
+        while self.in_flight:
+            self._land()
+        if self.agrees:
+            self.settle(*self._agree())
+
+    def settle(self, skipped: bool, unused: set[str]) -> None:
+        """Keep what the pass wrote, or drop it where the step is `skipped`; unused: parameters that no rank used."""
         self.buffers.clear()  # not before: agreeing has waited for a device that may still have been reading them
         self.means = {name: self._mean(name, skipped, name in unused) for name in self.setup.places}
         if self.setup.ranks > 1 and not self.setup.step.dropped:

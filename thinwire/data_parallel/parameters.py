@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
@@ -42,3 +43,17 @@ def describe_parameters(parameters: Mapping[str, Tensor]) -> dict[str, str]:
 def sparse_gradient(name: str, gradient: Tensor) -> UsageError:
     """The error for a gradient that is not dense, such as an embedding with sparse=True gives."""
     return UsageError(f"{name} has a gradient of {gradient.layout}: only dense ones are averaged (sparse=False)")
+
+
+def buffer_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    """In which gradients of these are averaged."""
+    return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+
+
+def store_gradient(parameter: nn.Parameter, mean: Tensor | None) -> None:
+    """.grad ← mean; a parameter that nobody used keeps what it has."""
+    if mean is None:
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter)
+    parameter.grad.copy_(mean)

@@ -30,7 +30,12 @@ from thinwire.data_parallel.checkpoint import RankState
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_pass import Deliver, Failed, Means, Pass, PassSetup
 from thinwire.data_parallel.gradient_units import Unit
-from thinwire.data_parallel.parameters import describe_parameters, trainable_parameters
+from thinwire.data_parallel.parameters import (
+    buffer_dtype,
+    describe_parameters,
+    store_gradient,
+    trainable_parameters,
+)
 from thinwire.data_parallel.precompile import precompile_averaging
 from thinwire.data_parallel.step_state import StepState
 from thinwire.distributed.config_check import check_agreement, describe
@@ -56,6 +61,7 @@ class Reducer:
     scale: gives the loss scale of a pass (a GradScaler's get_scale), so that residuals are kept in the gradient's unit.
     shard_group: ranks that reduce other parts of the same parameters in the same passes, as the shards of a model do;
     a step counts on all of them or on none.
+    agrees: False: whoever uses it asks all ranks whether a step counts, between `exchanged` and `settle`.
 
     UsageError where an argument is not allowed, nothing is to be reduced, or ranks differ in configuration.
     """
@@ -63,6 +69,7 @@ class Reducer:
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: WireLike, group: Group = None, *,
         seed: int = 0, nonfinite: str = "nan", scale: Callable[[], float] | None = None, shard_group: Group = None,
+        agrees: bool = True,
     ) -> None:  # fmt: skip
         everything = list(named_parameters)
         self.parameters = trainable_parameters(everything)
@@ -85,7 +92,7 @@ class Reducer:
         self.is_first = self.rank == 0 and (shards is None or world(shards)[1] == 0)  # of all ranks that agree
         precompile_averaging("gradients", self.reduction, self.parameters, self.size)
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        self.exchange = Exchange(shapes, self.reduction, ALONE if own is None else own, seed)
+        self.exchange = Exchange(shapes, self.reduction, ALONE if own is None else own, seed, own_group=True)
         self.thread = CommunicationThread("thinwire gradients")
         self.checkpoint = RankState(self.exchange, self.rank, self.size)
         agreeing = tuple(g for g in (own, shards) if g is not None)
@@ -93,12 +100,13 @@ class Reducer:
         self.setup = PassSetup(
             parameters=self.parameters,
             places={name: (unit, span, shape) for unit in self.units for name, span, shape in unit.spans()},
-            dtype=_buffer_dtype(self.parameters.values()),
+            dtype=buffer_dtype(self.parameters.values()),
             exchange=self.exchange, thread=self.thread, step=self.step_state, ranks=self.size, nonfinite=nonfinite,
         )  # fmt: skip
         self.current_pass: Pass | None = None
         self.closed = False
         self.exact = False
+        self.agrees = agrees
 
     @property
     def units(self) -> list[Unit]:
@@ -147,7 +155,8 @@ class Reducer:
         """
         if self.current_pass is None:
             self.check_usable()
-            self.current_pass = Pass(self.setup, float(self.loss_scale()), self._exact_pass(), deliver, failed)
+            scale = float(self.loss_scale())
+            self.current_pass = Pass(self.setup, scale, self._exact_pass(), deliver, failed, self.agrees)
         for name, gradient in gradients.items():
             self.current_pass.add(name, gradient)
         if deliver is not None and self.current_pass.is_complete:
@@ -166,15 +175,13 @@ class Reducer:
 
     def ready(self, unit: Unit) -> None:
         """The unit's .grad are complete: exchange it while others are still computed."""
-        self.put_all({name: self.parameters[name].grad for name in unit.parameters})
+        self.put_all(self._gradients(unit.parameters))
 
     def finish(self) -> bool:
         """Exchange what is left, wait, and set every .grad to its mean. False: the step was rolled back."""
-        self.put_all({})
-        assert self.current_pass is not None
-        self.put_all({name: self.parameters[name].grad for name in self.current_pass.missing_names()})
+        self._put_missing()
         for name, mean in self.collect().items():
-            _store(self.parameters[name], mean)
+            store_gradient(self.parameters[name], mean)
         return not self.skipped
 
     def collect(self) -> Means:
@@ -185,6 +192,33 @@ class Reducer:
             raise RuntimeError(f"a pass ends, but {len(missing)} gradients are missing: {', '.join(missing[:3])}")
         self.thread.wait()
         return ending.means
+
+    def exchanged(self) -> bool:
+        """For agrees = False: as `finish`, but nothing is kept before `settle`; False: this rank saw a fault."""
+        ending = self._put_missing()
+        self.thread.wait()
+        for name, (unit, span, shape) in self.setup.places.items():
+            store_gradient(self.parameters[name], ending.unit_means[unit][span].view(shape))
+        return ending.finite
+
+    def settle(self, skipped: bool) -> None:
+        """For agrees = False: keep what the pass wrote, or drop it where the step is `skipped`; on all ranks alike."""
+        ending, self.current_pass = self.current_pass, None
+        assert ending is not None
+        ending.settle(skipped, set())
+
+    def message_table(self) -> Tensor:
+        """uint8 on the CPU: checksums of this rank's messages since the last one (collectives/transit.py)."""
+        return self.exchange.transit.table(self.step_state.device).cpu()
+
+    def _put_missing(self) -> Pass:
+        self.put_all({})
+        assert self.current_pass is not None
+        self.put_all(self._gradients(self.current_pass.missing_names()))
+        return self.current_pass
+
+    def _gradients(self, names: Iterable[str]) -> dict[str, Tensor | None]:
+        return {name: self.parameters[name].grad for name in names}
 
     def use_exact(self, exact: bool) -> None:
         """From the next pass on compress nothing (True), or as the wire says (False)."""
@@ -227,10 +261,6 @@ class Reducer:
         except Exception as error:
             log.warning("thinwire: the other ranks could not be told that this step is dropped here: %s", error)
 
-    def fail_step(self) -> None:
-        """Roll the bracketed step back when it ends. To be called on all ranks."""
-        self.step_state.failed = True
-
     def end_plain_step(self, means: Sequence[Tensor]) -> None:
         """A step went another way, through the backend's all-reduce. Where its means are not finite it is skipped.
 
@@ -243,10 +273,8 @@ class Reducer:
                 mean.masked_fill_(~finite, self.setup.fill_of_skipped)
         self.step_state.end_plain_pass(finite)
 
-    # --- all ranks
-
     def maximum(self, values: Tensor) -> Tensor:
-        """Entry by entry over all ranks on which a step counts or does not, in place."""
+        """Entry by entry over all ranks on which a step counts or does not."""
         return self.step_state.maximum(values)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -265,16 +293,3 @@ class Reducer:
             destroy(group)
         self.step_state.agreeing = ()
         self.exchange.leave_group()
-
-
-def _buffer_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
-    return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-
-
-def _store(parameter: nn.Parameter, mean: Tensor | None) -> None:
-    """.grad ← mean; a parameter that nobody used keeps what it has."""
-    if mean is None:
-        return
-    if parameter.grad is None:
-        parameter.grad = torch.empty_like(parameter)
-    parameter.grad.copy_(mean)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.messages import maximum
 from thinwire.data_parallel.exchange import Exchange
 
 MOST_UNREAD = 64  # flags of plain passes that may wait to be read
@@ -52,16 +53,16 @@ class StepState:
         return self._skips
 
     def maximum(self, values: Tensor) -> Tensor:
-        """Entry by entry over all ranks on which a step counts or does not, in place."""
+        """Entry by entry over all ranks on which a step counts or does not."""
         for group in self.agreeing:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+            values = maximum(values, group)
         return values
 
     def agree(self, flags: Tensor) -> Tensor:
         """uint8[…]: the maximum of every flag; the first is also set where a message was damaged on its way."""
         agreed = self.exchange.agree(flags)
         for group in self.agreeing[self.exchange.size > 1 :]:  # the shards
-            dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+            agreed = maximum(agreed, group)
         return agreed
 
     # --- passes

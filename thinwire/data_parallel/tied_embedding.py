@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from thinwire.codecs.base import raw_bytes
 from thinwire.collectives import Dense
-from thinwire.collectives.groups import Group, Metered, all_reduce, gather, unmetered
+from thinwire.collectives.groups import Group, Metered, unmetered
+from thinwire.collectives.messages import all_reduce, gather
 from thinwire.config.wire import Reduction, Wire, WireLike
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.distributed.summary import Summary
@@ -37,14 +38,14 @@ class TiedEmbedding:
     parameter: the copy. wire: its embedding section is used, or exact averaging where it has none.
     ends: the process group of both stages over all replicas. replicas: of this stage over all replicas. pair: of both
     stages in this replica. The last two are needed for sync = "separate" only.
-    seed: of stochastic rounding and of random choices, equal on all ranks.
+    seed: of stochastic rounding and of random choices, equal on all ranks. agrees: as of `Reducer`.
 
     UsageError where a group is missing, or ranks differ in configuration.
     """
 
     def __init__(
         self, parameter: nn.Parameter, wire: WireLike, ends: Group, replicas: Group = None, pair: Group = None, *,
-        seed: int = 0,
+        seed: int = 0, agrees: bool = True,
     ) -> None:  # fmt: skip
         reduction = Wire.of(wire).embedding or Reduction(Dense())
         self.parameter = parameter
@@ -54,20 +55,31 @@ class TiedEmbedding:
             raise UsageError("sync = 'separate' needs the groups of this stage's replicas and of the two copies")
         self.pair = Metered(unmetered(pair))
         exact = Wire(gradient=replace(reduction, exact_dims=0, exclude=()))
-        self.reducer = Reducer([(NAME, parameter)], exact, ends if self.fused else replicas, seed=seed)
+        self.reducer = Reducer([(NAME, parameter)], exact, ends if self.fused else replicas, seed=seed, agrees=agrees)
         self.healed = 0
+        self.finished = 0  # passes of this object; those of a loaded state are not among them
 
     def finish(self) -> bool:
         """.grad ← the sum over both stages of the mean over replicas. False: rolled back, on all ranks."""
         good = self.reducer.finish()
+        self._add_copies()
+        return good
+
+    def exchanged(self) -> bool:
+        """`finish` for agrees = False: as of `Reducer`."""
+        good = self.reducer.exchanged()
+        self._add_copies()
+        return good
+
+    def _add_copies(self) -> None:
         gradient = self.parameter.grad
         if gradient is None:
             raise RuntimeError("the tied embedding has no gradient on any rank")
+        self.finished += 1
         if self.fused:
             gradient.mul_(2)
         else:
             gradient.copy_(all_reduce(gradient, self.pair))
-        return good
 
     @property
     def sent(self) -> int:
@@ -77,7 +89,7 @@ class TiedEmbedding:
     @property
     def raw_sent(self) -> int:
         """What one exact fp32 reduction on each stage and one between them would have sent so far: V(3D−2)/D values."""
-        return self._raw_per_step() * self.reducer.exchange.steps
+        return self._raw_per_step() * self.finished
 
     def _raw_per_step(self) -> int:
         replicas = self.reducer.size // 2 if self.fused else self.reducer.size
@@ -93,16 +105,27 @@ class TiedEmbedding:
 
         moments: the optimiser's for this copy, in the same order on all ranks; they are taken from there too.
         """
-        mine = torch.tensor([int(checksum(raw_bytes(self.parameter.detach())))])
-        device = self.parameter.device if dist.get_backend(self.ends) == "nccl" else "cpu"
-        everyone = torch.cat(gather(mine.to(device), self.ends))
+        everyone = torch.cat(gather(torch.tensor([self.checksum()]).to(self._device), self.ends))
         if bool((everyone == everyone[0]).all()):
             return True
+        self.heal(moments)
+        return False
+
+    def checksum(self) -> int:
+        """Of this copy."""
+        return int(checksum(raw_bytes(self.parameter.detach())))
+
+    def heal(self, moments: Iterable[Tensor] = ()) -> None:
+        """Take the first stage's copy, and its `moments`; all ranks of `ends` together."""
         with torch.no_grad():
             for tensor in (self.parameter, *moments):
-                value = tensor.detach().to(device).contiguous()
+                value = tensor.detach().to(self._device).contiguous()
                 dist.broadcast(value, group=self.ends, group_src=0)
                 tensor.copy_(value)
         self.healed += 1
         logger.warning("the copies of a tied embedding differed, and were healed from the first stage's")
-        return False
+
+    @property
+    def _device(self) -> torch.device:
+        """Where messages of `ends` have to be."""
+        return self.parameter.device if dist.get_backend(self.ends) == "nccl" else torch.device("cpu")

@@ -28,6 +28,7 @@ from thinwire.memory.rule import Memory, Plain
 from thinwire.memory.state import KeyedState, check_key, key_name, parse_key
 from thinwire.memory.stats import Stats
 from thinwire.memory.store import Key, MessageKey
+from thinwire.steps import Steps, finish
 
 FEW, MANY = 16, 2**20  # values; a codec that is refused for both is refused at once, others when they meet a size
 
@@ -210,11 +211,15 @@ class Channel:
 
     def reduce(self, key: Key, x: Tensor, group: Any = None) -> Tensor:
         """The mean of x over the group, through the collective: y = h̄ + mean d_i (memory/group_reduce.py)."""
+        return finish(self.reduce_steps(key, x, group))
+
+    def reduce_steps(self, key: Key, x: Tensor, group: Any = None) -> Steps[Tensor]:
+        """`reduce`, stopping where it would wait for other members."""
         if not isinstance(self.codec, Averaging):
             raise UsageError(f"{self.name}: reduce takes a collective, not {self.codec!r}")
         key = check_key(key)
         own_state = dict(self.staged_collective.get(key) or self.collective_state.get(key, {}))
-        y = reduce_by_rule(
+        y = yield from reduce_by_rule(
             self.codec, self.state, key, x, group, collective_state=own_state, step=self.step, seed=self._seed(key)
         )
         kept = self.collective_state if self.state.staged is None else self.staged_collective

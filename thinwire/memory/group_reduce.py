@@ -16,6 +16,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec
 from thinwire.memory.state import KeyedState
 from thinwire.memory.store import Key
+from thinwire.steps import Steps
 
 State = dict[str, Tensor]  # a collective's own tensors, by name
 
@@ -29,6 +30,8 @@ class Averaging(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """(the mean of u over the group, this member's own part of it)."""
 
+    # A collective may also have `steps`, which does the same and stops where it would wait (thinwire/steps.py).
+
     def mean(self, x: Tensor, group: Any = None) -> Tensor:
         """The exact mean of x over the group."""
 
@@ -36,8 +39,8 @@ class Averaging(Protocol):
 def reduce_by_rule(
     collective: Averaging, state: KeyedState, key: Key, x: Tensor, group: Any, *, collective_state: State, step: int,
     seed: int,
-) -> Tensor:  # fmt: skip
-    """The mean of x over the group.
+) -> Steps[Tensor]:  # fmt: skip
+    """The mean of x over the group; stops where the collective would wait.
 
     collective: how members exchange. state: this member's keyed state, with the memory; key: whose. x: this member's
     tensor. group: the process group. collective_state: the collective's own tensors for this key, replaced in place.
@@ -47,7 +50,11 @@ def reduce_by_rule(
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     e, h = state.residual(key, x.shape), state.shift(key, x)
     u = memory.outgoing(x, e, h)
-    mean, own = collective.exchange(u, group, state=collective_state, key=key, step=step, seed=seed)
+    given: Any = {"state": collective_state, "key": key, "step": step, "seed": seed}
+    if hasattr(collective, "steps"):
+        mean, own = yield from collective.steps(u, group, **given)
+    else:
+        mean, own = collective.exchange(u, group, **given)
     center = state.read("m", key) if memory.mirrored else None
     if h is not None and not memory.mirrored:
         center = collective.mean(h, group)  # of fixed shifts

@@ -1,8 +1,8 @@
-"""The announcement: what the rank of the first stage broadcasts to all stages at step start.
+"""The announcement: what the rank of the first stage sends to all stages before a step.
 
 It holds the step's number, train or evaluate, the sample ids, the shape of the batch and the ids of the next batch.
-Where the user has made a mistake, its one line is broadcast instead, and every rank raises it. A checksum stands behind
-every message.
+Where the user has made a mistake, its one line is sent instead, and every rank raises it. A checksum stands behind
+every message. Where the next step is certain, it is announced with this one, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ Ids = Sequence[int | str] | Tensor
 NONE = -1
 FIRST_LENGTH = 64  # 64-bit words of the broadcast; grows with the batch, on all ranks alike
 INT64 = range(-(2**63), 2**63)
+TAG = 1  # of announcements, on a CPU
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Announcement:
     ids: one per row of the batch, where given.
     shape: the whole batch's, where given.
     next_ids: the next batch's, where given.
+    ahead: the next step's announcement follows at once.
     """
 
     step: int
@@ -41,10 +43,11 @@ class Announcement:
     ids: tuple[int, ...] | None = None
     shape: tuple[int, ...] | None = None
     next_ids: tuple[int, ...] | None = None
+    ahead: bool = False
 
     def words(self) -> list[int]:
         """All of it as 64-bit words: every tuple after its length, NONE for one that is absent."""
-        out = [self.step, int(self.train)]
+        out = [self.step, int(self.train) + 2 * int(self.ahead)]
         for values in (self.ids, self.shape, self.next_ids):
             if values is None:
                 out.append(NONE)
@@ -61,7 +64,8 @@ class Announcement:
             count = words[at]
             tuples.append(None if count == NONE else tuple(words[at + 1 : at + 1 + count]))
             at += 1 + max(count, 0)
-        return Announcement(words[0], bool(words[1]), *tuples)
+        ids, shape, next_ids = tuples
+        return Announcement(words[0], bool(words[1] & 1), ids, shape, next_ids, bool(words[1] & 2))
 
 
 def sample_ids(ids: Ids | None) -> tuple[int, ...] | None:
@@ -111,11 +115,12 @@ def announcement(
 
 
 class Announcer:
-    """The broadcast from the first stage's rank: one message, or two where the batch has grown.
+    """Messages from the first stage's rank to all others: one each, or two where the batch has grown.
 
-    group: the ranks of the pipeline.
+    group: the ranks of the pipeline; on CPUs nobody else sends with the tag TAG in it.
     root: the rank of the first stage in the group.
-    device: where messages of the group have to be.
+    device: where messages of the group have to be. On a CPU receives are posted as soon as the message before has come,
+    so that an announcement takes one latency; on a GPU it is a broadcast.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, root: int, device: torch.device) -> None:
@@ -124,22 +129,47 @@ class Announcer:
         self.device = device
         self.size, self.rank = world(group)
         self.length = FIRST_LENGTH
+        self.ahead: Announcement | None = None  # of the next step, where it is known
+        self._posted: tuple[Tensor, dist.Work] | None = None
+        self._sent: list[tuple[Tensor, dist.Work]] = []  # kept until they have left
+        self._post()
 
     def announce(self, announced: Announcement | str | None) -> Announcement:
-        """Broadcast, and return what the first stage's rank announced. All ranks of the pipeline call it together.
+        """Return what the first stage's rank announces. All ranks of the pipeline call it together.
 
         announced: on the first stage's rank the announcement, or a text that is raised on every rank as a UsageError;
         ignored elsewhere.
         """
+        known, self.ahead = self.ahead, None
+        if known is None:
+            return self._exchange(announced)
+        if self.rank == self.root and announced != known:
+            raise UsageError(f"next_certain=True announced {str(known)[:200]} as the next step: {str(announced)[:200]}")
+        return known
+
+    def announce_next(self, announced: Announcement | None) -> Announcement:
+        """The next step's announcement, one step early; arguments as of `announce`. Other ranks wait for it here, so
+        they call this when it has had time to arrive. A second call returns the same."""
+        if self.ahead is None:
+            self.ahead = self._exchange(announced)
+        return self.ahead
+
+    def fail(self, wrong: str) -> None:
+        """Raise a UsageError on all ranks: what is `wrong`, as the first stage's rank says it."""
+        self._exchange(wrong)
+        while self.size > 1:  # what came was the announcement of the next step
+            self._exchange(wrong)
+
+    def _exchange(self, announced: Announcement | str | None) -> Announcement:
         words = _pack(announced) if self.rank == self.root else []
         if self.size > 1:
-            words = self._broadcast(words)
+            words = self._transfer(words)
         is_error, *content = words
         if is_error:
             raise UsageError(bytes(content).decode())
         return Announcement.read(content)
 
-    def _broadcast(self, words: list[int]) -> list[int]:
+    def _transfer(self, words: list[int]) -> list[int]:
         """A message of `length` words that begins with their number, and a second one for those that do not fit."""
         room = self.length - 1
         head = [len(words), *words[:room]]
@@ -152,10 +182,11 @@ class Announcer:
             rest = torch.tensor(words[room:] or [0] * (total - room))
             received += self._send_checked(rest).tolist()
             self.length = 1 << (total + 1).bit_length()
+        self._post()
         return received
 
     def _send_checked(self, words: Tensor) -> Tensor:
-        """Broadcast with a checksum behind the words; RunFailed where they arrive damaged.
+        """Send with a checksum behind the words; RunFailed where they arrive damaged.
 
         A rank that believed in another step, other samples or evaluation would go on with wrong mirrors, or wait for
         messages that nobody sends."""
@@ -168,9 +199,33 @@ class Announcer:
         return arrived
 
     def _send(self, words: Tensor) -> Tensor:
-        words = words.to(self.device)
-        dist.broadcast(words, group=self.group, group_src=self.root)
-        return words.cpu()
+        """The root's words, on all ranks."""
+        if self.device.type != "cpu":
+            words = words.to(self.device)
+            dist.broadcast(words, group=self.group, group_src=self.root)
+            return words.cpu()
+        if self.rank == self.root:
+            self._sent = [(held, work) for held, work in self._sent if not work.is_completed()]
+            for peer in range(self.size):
+                work = None if peer == self.root else dist.isend(words, group=self.group, group_dst=peer, tag=TAG)
+                if work is not None:
+                    self._sent.append((words, work))
+            return words
+        if self._posted is None:  # the second of two
+            dist.recv(words, group=self.group, group_src=self.root, tag=TAG)
+            return words
+        words, work = self._posted
+        self._posted = None
+        work.wait()
+        return words
+
+    def _post(self) -> None:
+        """Wait for the next message from now on."""
+        if self.size > 1 and self.rank != self.root and self.device.type == "cpu":
+            buffer = torch.empty(self.length + 1, dtype=torch.int64)
+            work = dist.irecv(buffer, group=self.group, group_src=self.root, tag=TAG)
+            assert work is not None
+            self._posted = buffer, work
 
 
 def _checksum(words: Tensor) -> int:

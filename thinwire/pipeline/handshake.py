@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives.groups import world
+from thinwire.collectives.groups import twin, world
 from thinwire.config.wire import Link
 from thinwire.distributed.config_check import describe
 from thinwire.distributed.values import gather_json
 from thinwire.errors import UsageError
 from thinwire.memory import Memory
 from thinwire.memory.file_store import remove_dead_stores, store_owner
-from thinwire.pipeline.announce import Announcer
+from thinwire.pipeline.control import Control
 from thinwire.pipeline.dropout import find_dropout
 from thinwire.pipeline.lane import Lane
 from thinwire.pipeline.message_choice import MessageChoice, Plan
@@ -62,16 +62,14 @@ class Handshake:
 
     rank_of: stage → rank in the group, of all stages.
     connections: of this rank's stages, by stage.
-    sample_lanes: this rank's lanes with per-sample memory in boundary order, each with the rank of its other end.
     per_sample: the forward link's memory in words, if it remembers samples; else "".
-    announcer: broadcasts from the first stage's rank.
+    control: the small messages, in a group of their own; on GPUs in the pipeline's.
     """
 
     rank_of: dict[int, int]
     connections: dict[int, Connections]
-    sample_lanes: list[tuple[Lane, int]]
     per_sample: str
-    announcer: Announcer
+    control: Control
 
 
 def shake_hands(
@@ -99,8 +97,10 @@ def shake_hands(
     per_sample = _per_sample(stages[0].wire.forward)
     if per_sample:
         _warn_of_dropout({index: info.dropout for index, info in own.items()}, len(infos) - 1)
-    announcer = Announcer(group, rank_of[0], torch.device(stages[0].device))
-    return Handshake(rank_of, connections, _sample_lanes(connections, rank_of), per_sample, announcer)
+    device = torch.device(stages[0].device)
+    own_group = twin(group) if device.type == "cpu" and world(group)[0] > 1 else group
+    control = Control(own_group, rank_of[0], device, _sample_lanes(connections, rank_of))
+    return Handshake(rank_of, connections, per_sample, control)
 
 
 def _warn_of_dropout(found: dict[int, list[str]], last: int) -> None:

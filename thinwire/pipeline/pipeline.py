@@ -7,7 +7,7 @@
 
 A step: the first stage's rank announces it (announce.py; shapes.py for batches of another shape) · every stage plans it
 and opens its lanes (planned_stage.py) · both ends compare mirrors (mirror_check.py) · torch's schedule runs, whose
-messages are frames (framed_stage.py) · one all-reduce counts the faults · all ranks commit, or all roll back.
+messages are frames (framed_stage.py) · the ranks count their faults · all of them commit, or all roll back.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from thinwire.pipeline.framed_stage import FramedStage
 from thinwire.pipeline.handshake import Handshake, shake_hands
 from thinwire.pipeline.lane import Lane
 from thinwire.pipeline.message_choice import Plan
-from thinwire.pipeline.mirror_check import compare_mirrors
+from thinwire.pipeline.mirror_check import Prefetch
 from thinwire.pipeline.overlap import make_transports
 from thinwire.pipeline.precompile import precompile_messages
-from thinwire.pipeline.prefetch import Prefetch
 from thinwire.pipeline.shapes import Shapes, Spec
 
 logger = logging.getLogger("thinwire.pipeline")
@@ -101,7 +100,7 @@ class Pipeline:
     @contextmanager
     def step(
         self, ids: Ids | None = None, train: bool = True, *, shape: Sequence[int] | None = None,
-        next_ids: Ids | None = None,
+        next_ids: Ids | None = None, next_certain: bool = False, settles: bool = True,
     ) -> Iterator[Pipeline]:  # fmt: skip
         """Bracket one schedule.step, or with train=False one schedule.eval. All ranks of the pipeline call it together.
 
@@ -110,16 +109,24 @@ class Pipeline:
         ids: one per row of the batch.
         shape: x.shape, whenever it differs from the step before.
         next_ids: the next batch's, to be read from a file store during backward.
+        next_certain: the next step trains, with these ids and this shape: it is announced with this one, and waits for
+        no message of its own.
+        settles: equal on all ranks; False: the step stays open behind the bracket, until whoever asks all ranks for
+        their `faults` calls `settle`.
         """
-        self._open(ids, train, shape, next_ids)
+        self._open(ids, train, shape, next_ids, next_certain and next_ids is not None)
         try:
             yield self
         except BaseException:
             self._end(keep=False, count=False, failed=True)
             raise
         self._close()
+        if settles:
+            self.settle(self._handshake().control.any_faults(len(self.faults)))
 
-    def _open(self, ids: Ids | None, train: bool, shape: Sequence[int] | None, next_ids: Ids | None) -> None:
+    def _open(
+        self, ids: Ids | None, train: bool, shape: Sequence[int] | None, next_ids: Ids | None, certain: bool
+    ) -> None:
         if self.announced is not None:
             raise UsageError("a step of this pipeline is open already: one bracket per schedule.step")
         handshake = self._handshake()
@@ -127,7 +134,7 @@ class Pipeline:
         own = None
         if self.stages[0].is_first:
             own = announcement(self.steps + 1, train, ids, shape, next_ids, handshake.per_sample if coded else "")
-        announced = handshake.announcer.announce(own)
+        announced = handshake.control.open(own, certain)
         self.steps = announced.step
         self.skipped = False
         inputs = None if announced.shape is None else self._inputs(announced.shape)
@@ -139,7 +146,7 @@ class Pipeline:
         if scale != self._scale:
             self._rescale(scale)
         if coded and announced.ids is not None:
-            check = compare_mirrors(handshake.sample_lanes, announced.ids, self.group, self.device)
+            check = handshake.control.compare_mirrors(announced.ids)
             self._found_mirrors = check.found
             self.healed += check.differing
         for stage in self.stages:
@@ -171,24 +178,30 @@ class Pipeline:
         return self._shapes.changed(shape, first, dtypes)
 
     def _close(self) -> None:
-        announced = self.announced
-        assert announced is not None
         for stage in self.stages:
             for transport in stage.transports.values():
                 transport.finish()
         for lane in self.lanes():
             lane.resolve_checks()
-        faults = [fault for lane in self.lanes() for fault in lane.faults]
-        count = torch.tensor([len(faults)], device=self.device)
-        if world(self.group)[0] > 1:
-            dist.all_reduce(count, group=self.group)
-        self.skipped = bool(count)
-        for fault in faults[:3]:
+
+    @property
+    def faults(self) -> list[str]:
+        """What went wrong on this rank in the open step."""
+        return [fault for lane in self.lanes() for fault in lane.faults]
+
+    def settle(self, skipped: bool) -> None:
+        """End the open step: keep what it wrote, or drop it where it is `skipped`; on all ranks alike."""
+        announced = self.announced
+        assert announced is not None and self.handshake is not None
+        self.skipped = skipped
+        for fault in self.faults[:3]:
             logger.warning("step %d is rolled back: %s", announced.step, fault)
-        self._end(keep=announced.train and not self.skipped, count=self.skipped, failed=False)
-        if self.skipped and announced.train:
+        self._end(keep=announced.train and not skipped, count=skipped, failed=False)
+        if skipped and announced.train:
             self.skips += 1
-            self._spoil_gradients()
+            for stage in self.stages:
+                stage.fill_gradients(torch.nan if self.nonfinite == "nan" else 0.0)
+        self.handshake.control.prepare_next(announced)
 
     def _end(self, keep: bool, count: bool, failed: bool) -> None:
         """Commit or roll back on this rank; `count` and `failed` as of Lane.end_step and PlannedStage.end_step."""
@@ -200,21 +213,16 @@ class Pipeline:
             for lane in self.lanes():
                 ending.callback(lane.end_step, keep, count)
         if keep:
-            self._estimate()
+            if self.steps == 1 and self.row is None:  # how large the stores will become was not known before
+                for line in store_estimate(self.lanes(), self.samples):
+                    self.say(line)
             self._warn_of_shape()
-
-    def _spoil_gradients(self) -> None:
-        for stage in self.stages:
-            for parameter in stage.submod.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.fill_(torch.nan if self.nonfinite == "nan" else 0.0)
 
     def _rescale(self, scale: float) -> None:
         """The loss scale has changed: residuals of gradients are in another unit from now on."""
-        for stage in self.stages:
-            gradient_lane = stage.lanes.outgoing.get("backward")
-            if gradient_lane is not None:
-                gradient_lane.rescale(scale / self._scale)
+        for lane in (stage.lanes.outgoing.get("backward") for stage in self.stages):
+            if lane is not None:
+                lane.rescale(scale / self._scale)
         self._scale = scale
 
     # --- what stages call (planned_stage.Owner)
@@ -222,14 +230,14 @@ class Pipeline:
     def raise_on_all_ranks(self, wrong: str) -> None:
         """Called by stages of all ranks together: raise what the first stage's rank has found `wrong`."""
         assert self.handshake is not None
-        self.handshake.announcer.announce(wrong)
+        self.handshake.control.announcer.fail(wrong)
 
     def backward_began(self) -> None:
         """Called by a stage: from here on the next batch's mirrors may be read."""
-        if self.announced is not None and self.announced.next_ids is not None:
-            lanes = [lane for lane in self.lanes() if lane.per_sample]
-            stores = [channel.state.stores["h"] for lane in lanes for channel in lane.coded.values()]
-            self._prefetch.start(stores, self.announced.next_ids)
+        ids = None if self.announced is None else self._handshake().control.next_ids(self.announced)
+        if ids is not None:
+            coded = [channel for lane in self.lanes() if lane.per_sample for channel in lane.coded.values()]
+            self._prefetch.start([channel.state.stores["h"] for channel in coded], ids)
 
     # --- what is known of it
 
@@ -254,12 +262,6 @@ class Pipeline:
             "nonfinite": self.nonfinite, "evaluate": self.evaluate, "plan": str(self.plan), "overlap": str(self.overlap)
         }  # fmt: skip
 
-    def _estimate(self) -> None:
-        """Once, after the first step: how large the stores will become, if nothing was known before it."""
-        if self.steps == 1 and self.row is None:
-            for line in store_estimate(self.lanes(), self.samples):
-                self.say(line)
-
     def _warn_of_shape(self) -> None:
         """Once after loading: this step had samples of the loaded stores, and none of them could be used."""
         if self._warm_when_loaded is not None and self._found_mirrors:
@@ -271,6 +273,8 @@ class Pipeline:
         """Forget all memory; files of stores are removed, and what was saved is logged."""
         for lane in self.lanes():
             lane.close()
+        if self.handshake is not None:
+            self.handshake.control.close()
         if self.steps > self._resumed:
             logger.info("stage %s: %s", ", ".join(str(stage.stage_index) for stage in self.stages), self.summary())
 
@@ -284,7 +288,7 @@ class Pipeline:
         """Take over a `state` of the same stages: this rank's part of several, or the only part there is. What is
         missing starts empty: samples cold, residuals zero."""
         own = own_part(state)
-        self._handshake()
+        self._handshake().control.restart()
         made = self.steps - self._resumed
         self.steps, self._scale = restore(self.stages, own)
         self._resumed = self.steps - made

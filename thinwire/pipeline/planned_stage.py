@@ -137,6 +137,12 @@ class PlannedStage(OpenStage):
         if self.plan is not None and self.plan.train and self._repeated and not self.transports:
             self.early.post(self.plan, self.lanes.incoming)
 
+    def fill_gradients(self, value: float) -> None:
+        """Set every gradient of the stage to `value`."""
+        for parameter in self.submod.parameters():
+            if parameter.grad is not None:
+                parameter.grad.fill_(value)
+
     def end_step(self, failed: bool) -> None:
         """Close the step; `failed` where it ended in an exception."""
         self.announced = None

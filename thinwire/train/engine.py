@@ -67,6 +67,13 @@ class Alone:
                 total += loss.detach()
         return total
 
+    def faults(self) -> int:
+        """Nothing is sent, so nothing can be damaged."""
+        return 0
+
+    def settle(self, skipped: bool) -> None:
+        """Nothing is kept from step to step."""
+
     def state_dict(self) -> dict[str, Tensor]:
         return {}
 
@@ -117,7 +124,8 @@ class Piped:
         """This replica's loss on the rank of the last stage, None elsewhere.
 
         batch: this replica's part of the step. train: with backward. upcoming: the sample ids of the next pass, which
-        are read ahead. done: called when this rank's gradients are complete, while other ranks may still compute.
+        are read ahead. done: called when this rank's gradients are complete, while other ranks may still compute; the
+        pass then waits for `settle`.
         """
         self.loss.labelled, batch = batch.labelled, _on(self.device, batch)
         if not train:
@@ -125,8 +133,9 @@ class Piped:
         losses: list[Tensor] = []
         about: dict[str, Any] = {}
         if self.first:
-            about = {"shape": tuple(batch.inputs.shape), "ids": batch.ids, "next_ids": upcoming}
-        with self.pipeline.step(**about):
+            shape = tuple(batch.inputs.shape)
+            about = {"shape": shape, "ids": batch.ids, "next_ids": upcoming, "next_certain": upcoming is not None}
+        with self.pipeline.step(**about, settles=done is None):
             target = {"target": batch.labels, "losses": losses} if self.last else {}
             self.schedule.step(*((batch.inputs,) if self.first else ()), **target)
             if done is not None:
@@ -160,6 +169,14 @@ class Piped:
     def _exchange(self, operation: Any, x: Tensor, peer: int) -> list[dist.Work]:
         """In a batch at both ends, even of one operation: outside a batch NCCL makes a communicator per pair."""
         return dist.batch_isend_irecv([dist.P2POp(operation, x, group=self.group, group_peer=peer)])
+
+    def faults(self) -> int:
+        """What went wrong on this rank in the pass that waits for `settle`."""
+        return len(self.pipeline.faults)
+
+    def settle(self, skipped: bool) -> None:
+        """End the pass: keep what it wrote, or drop it where the step is `skipped`; on all ranks alike."""
+        self.pipeline.settle(skipped)
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.pipeline.state_dict()

@@ -27,7 +27,8 @@ from thinwire.train.metrics import Metrics, say_unreadable
 from thinwire.train.model.tensor_parallel import concerns, plain_name, read_back, saved_name
 from thinwire.train.publish import publish
 from thinwire.train.stop import StopRequest
-from thinwire.train.totals import Totals
+from thinwire.train.totals import NUMBERS, Totals
+from thinwire.train.vote import Ballot, Vote
 
 DECISION = "decision"  # its name in a checkpoint
 
@@ -63,7 +64,9 @@ class Trainer:
         self.step = 0
         self.seconds = 0.0
         self.stop = StopRequest(loud=self.rank == 0)
+        self.agreed_to_stop = False
         self.totals = Totals(self.parts.engine, self.parts.update, config.mesh.dp * config.mesh.tp)
+        self.vote = Vote(NUMBERS, self.parts.update.exchanging)
         if found is not None:
             self._load(found)
         if self.rank == 0:
@@ -81,6 +84,7 @@ class Trainer:
                 return self._fit()
         finally:
             self.parts.update.close()
+            self.vote.close()
             if self.metrics is not None:
                 self.metrics.close()
 
@@ -96,7 +100,7 @@ class Trainer:
             last = self.step == self.steps
             if last or (config.eval_every and self.step % config.eval_every == 0):
                 held_out = self._evaluate()
-            if self._agreed_to_stop():
+            if self.agreed_to_stop:
                 self._save()
                 self.say(f"stopped at step {self.step}, with a checkpoint: go on with --resume")
                 return held_out
@@ -116,12 +120,24 @@ class Trainer:
         done = [None] * (passes - 1) + [update.begin]
         losses = [self.parts.engine.run(part, True, ids, then) for part, ids, then in zip(parts, following, done)]
         lr = rate(self.config.optim, self.step, self.steps)
-        norm = update.apply(lr)
+        good = update.exchanged()
+        ballots = self.vote.hold(Ballot(
+            self.step, self.parts.engine.faults() + (not good), update.squares(), self.stop.asked,
+            update.tied_checksum(), self.totals.mine(losses), self.vote.tables(update.tables()),
+        ))  # fmt: skip
+        norm = update.norm([ballot.squares for ballot in ballots])
+        faults = any(ballot.faults for ballot in ballots) or not self.vote.intact(ballots)
+        skipped = faults or not math.isfinite(norm)
+        self.parts.engine.settle(skipped)
+        update.heal_tied([ballot.tied for ballot in ballots])
+        update.apply(lr, norm, skipped)
+        self.agreed_to_stop = any(ballot.stop for ballot in ballots)
         self.step += 1
         took = time.perf_counter() - began
         self.seconds += took
         self._write(
-            "step", **self.totals.gather(losses), lr=lr, norm=norm, tokens=batch.inputs.numel() * self.config.mesh.dp,
+            "step", **self.totals.step([ballot.numbers for ballot in ballots]), lr=lr,
+            norm=None if skipped else norm, tokens=batch.inputs.numel() * self.config.mesh.dp,
             seconds=self.seconds, step_seconds=took, wait_seconds=update.waited, skips=update.skips,
             healed=update.tied.healed if update.tied else 0,
         )  # fmt: skip
@@ -144,11 +160,6 @@ class Trainer:
         if not math.isnan(held_out):
             self._write("eval", held_out=held_out, seconds=self.seconds, bytes=self.totals.bytes)
         return held_out
-
-    def _agreed_to_stop(self) -> bool:
-        flag = torch.tensor([int(self.stop.asked)])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
 
     def _note(self, text: str) -> None:
         """A line for the user: on the terminal of rank 0, and in the metrics."""

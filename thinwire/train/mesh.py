@@ -52,6 +52,21 @@ class Mesh:
         return str(self.position) if self.config.tp == 1 else f"{self.position}.{self.shard}"
 
 
+def groups_of_replicas(config: MeshConfig) -> list[list[int]]:
+    """The ranks of every group `dp`."""
+    layout = torch.arange(config.ranks).view(config.dp, config.pp * config.tp)
+    ranks: list[list[int]] = layout.T.tolist()
+    return ranks
+
+
+def groups_of_ends(config: MeshConfig) -> list[list[int]]:
+    """The ranks of every group `ends`."""
+    rank_of = config.plan().rank_of
+    layout = torch.arange(config.ranks).view(config.dp, config.pp, config.tp)
+    ranks: list[list[int]] = layout[:, sorted({rank_of[0], rank_of[-1]})].flatten(0, 1).T.tolist()
+    return ranks
+
+
 def make_mesh(config: MeshConfig, device: str = "cpu") -> Mesh:
     """This rank's place and groups; every rank of the world calls it. `device`: "cpu" or "cuda"."""
     layout = torch.arange(config.ranks).view(config.dp, config.pp, config.tp)

@@ -1,4 +1,4 @@
-"""A step's numbers over all ranks, in one small all-reduce."""
+"""A step's numbers over all ranks: each one's part travels with its vote (vote.py)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from thinwire.train.update import Update
 COUNTS = ("forward_bytes", "backward_bytes", "gradient_bytes", "embedding_bytes", "raw_bytes", "cold", "warm")
 BYTES = 5  # of these are bytes; the others are visits of samples
 ERRORS = ("forward", "backward", "gradient")
+NUMBERS = 1 + len(COUNTS) + 2 * len(ERRORS)
 
 
 class Totals:
@@ -32,17 +33,19 @@ class Totals:
         self.last = torch.zeros(len(COUNTS), dtype=torch.float64)  # after the last step
         self.bytes = 0  # of all ranks, after the last step
 
-    def gather(self, losses: Sequence[Tensor | None]) -> dict[str, Any]:
-        """Of all ranks together: the step's loss, bytes since the start, and the step's samples that were sent whole
-        (`cold`) or as a change (`warm`), with their share (`hit_rate`); relative errors.
-
-        `losses`: of this rank's pipeline passes, None where another rank has them."""
+    def mine(self, losses: Sequence[Tensor | None]) -> Tensor:
+        """This rank's part of a step's numbers, NUMBERS of them; `losses`: of its pipeline passes, None where another
+        rank has them."""
         errors, now = self._errors(), self._counts()
         visits = (now - self.last)[BYTES:]
-        mine = torch.cat((torch.tensor([_sum(losses)], dtype=torch.float64), now[:BYTES], visits, *errors.values()))
         self.last = now
-        dist.all_reduce(mine)
-        loss, *rest = mine.tolist()
+        return torch.cat((torch.tensor([_sum(losses)], dtype=torch.float64), now[:BYTES], visits, *errors.values()))
+
+    def step(self, everyone: Sequence[Tensor]) -> dict[str, Any]:
+        """Of all ranks together: the step's loss, bytes since the start, and the step's samples that were sent whole
+        (`cold`) or as a change (`warm`), with their share (`hit_rate`); relative errors. everyone: each one's `mine`.
+        """
+        loss, *rest = torch.stack(list(everyone)).sum(0).tolist()
         counts = dict(zip(COUNTS, map(int, rest)))
         cold, warm = counts["cold"], counts["warm"]
         self.bytes = sum(counts[name] for name in COUNTS[:4])

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +24,10 @@ from thinwire.data_parallel.reducer import Reducer
 from thinwire.data_parallel.tied_embedding import TiedEmbedding
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.learning_rate import groups
-from thinwire.train.mesh import Mesh
+from thinwire.train.mesh import Mesh, groups_of_ends, groups_of_replicas
 from thinwire.train.model.tensor_parallel import concerns as cut_concerns
 from thinwire.train.model.tensor_parallel import dim_cut, plain_name, read_back, saved_name
+from thinwire.train.vote import Exchanging
 
 Named = dict[str, nn.Parameter]
 
@@ -43,6 +43,7 @@ class Update:
         self.mesh = mesh
         self.named = named
         rest = {name: p for name, p in named.items() if name != tied}
+        self.fused = wire.embedding is not None and wire.embedding.sync == "fused"
         self.frozen: FrozenAdam | None = None
         self.reducer: Reducer | None = None
         self.tied: TiedEmbedding | None = None
@@ -50,68 +51,89 @@ class Update:
         if config.optim.name == "frozen_adam" and rest:
             self.frozen = _frozen_adam(config, wire, mesh, rest)
         elif rest:
-            self.reducer = Reducer(rest.items(), wire, mesh.dp, seed=config.run.seed)
+            self.reducer = Reducer(rest.items(), wire, mesh.dp, seed=config.run.seed, agrees=False)
         if tied is not None:
-            self.tied = TiedEmbedding(named[tied], wire, mesh.ends, mesh.dp, mesh.pair, seed=config.run.seed)
+            groups_of_tied = (mesh.ends, mesh.dp, mesh.pair)
+            self.tied = TiedEmbedding(named[tied], wire, *groups_of_tied, seed=config.run.seed, agrees=False)
         by_adam = named if self.frozen is None else {name: p for name, p in named.items() if name == tied}
         if by_adam:
             self.adam = torch.optim.AdamW(groups(config.optim, by_adam), **_moments(config), foreach=True)
         once = {n: p for n, p in named.items() if n != tied or mesh.is_first}
         self.counted_once = [p for p in once.values() if dim_cut(p) is not None or not mesh.shard]
-        self.brackets: ExitStack | None = None
+        self.begun = False  # the exchange of this step's gradients
         self.skips = 0
         self.waited = 0.0  # seconds of the last step that exchanges took after backward
         self.last_norm: float | None = None
 
     def begin(self) -> None:
         """This rank's gradients are complete: they are exchanged while earlier stages still compute."""
-        if self.brackets is None:
-            self.brackets = ExitStack()
+        if not self.begun:
+            self.begun = True
             self.last_norm = float(_squares(self.reducer.parameters.values()).sqrt()) if self.reducer else None
             for reducer in self._reducers().values():
-                self.brackets.enter_context(reducer.step())
                 for unit in reversed(reducer.units):
                     reducer.ready(unit)
 
-    def apply(self, rate: float) -> float | None:
-        """One optimiser step at this learning rate; the gradient's norm, or None where the step was skipped."""
+    def exchanged(self) -> bool:
+        """Wait for the exchange; did this rank see nothing wrong with it? The ranks vote on it, and call `apply`."""
         self.begin()
-        assert self.brackets is not None
-        with self.brackets:
-            self.brackets = None
-            self._reduce()
-            norm = self.norm()
-            if not math.isfinite(norm):
-                for reducer in self._reducers().values():
-                    reducer.fail_step()
-        if not math.isfinite(norm):
+        began = time.perf_counter()
+        good = self.reducer.exchanged() if self.reducer is not None else True
+        if self.tied is not None:
+            good &= self.tied.exchanged()
+        self.waited = time.perf_counter() - began
+        return good
+
+    def squares(self) -> float:
+        """Of this rank's part of the gradient, added up."""
+        return float(_squares(self.counted_once))
+
+    @property
+    def exchanging(self) -> list[Exchanging]:
+        """The kinds of gradient exchanges of the run: of replicas, and of the tied embedding."""
+        replicas = Exchanging(groups_of_replicas(self.config.mesh))
+        return [replicas, Exchanging(groups_of_ends(self.config.mesh)) if self.fused else replicas]
+
+    def tables(self) -> list[Tensor | None]:
+        """This rank's checksums of gradient messages, by `exchanging`; None where it has no part."""
+        reducers = (self.reducer, None if self.tied is None else self.tied.reducer)
+        return [None if reducer is None else reducer.message_table() for reducer in reducers]
+
+    def tied_checksum(self) -> int:
+        """Of this rank's copy of a tied embedding; 0 without one."""
+        return 0 if self.tied is None else self.tied.checksum()
+
+    def heal_tied(self, checksums: Sequence[int]) -> None:
+        """Make the copies of a tied embedding equal where they are not: `checksums` of all ranks."""
+        if self.tied is not None:
+            mine = next(ranks for ranks in groups_of_ends(self.config.mesh) if dist.get_rank() in ranks)
+            if len({checksums[rank] for rank in mine}) > 1:
+                assert self.adam is not None
+                self.tied.heal(value for _, value in sorted(self.adam.state[self.tied.parameter].items()))
+
+    def norm(self, squares: Sequence[float]) -> float:
+        """The norm of the whole gradient, from the squares of all ranks. Those of the replicas are equal, unless
+        gradients are local (FrozenAdam's): then the root of their mean."""
+        per_replica = len(squares) // self.config.mesh.dp
+        sums = [sum(squares[r * per_replica : (r + 1) * per_replica]) for r in range(self.config.mesh.dp)]
+        if self.config.optim.name == "frozen_adam":
+            return math.sqrt(sum(sums) / len(sums))
+        return math.sqrt(sums[self.mesh.replica])
+
+    def apply(self, rate: float, norm: float, skipped: bool) -> None:
+        """One optimiser step at this learning rate, or none where the step is `skipped`; on all ranks alike."""
+        self.begun = False
+        for reducer in self._reducers().values():
+            reducer.settle(skipped)
+        if skipped:
             self.skips += 1
-            return None
+            return
         if self.config.optim.clip and norm > self.config.optim.clip:
             self._scale(self.config.optim.clip / norm)
         for optimizer in self._optimizers():
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
-        if self.tied is not None:
-            assert self.adam is not None
-            self.tied.check(value for _, value in sorted(self.adam.state[self.tied.parameter].items()))
-        return norm
-
-    def norm(self) -> float:
-        """The norm of the whole gradient, over all stages; NaN or Inf on any rank gives NaN or Inf on all ranks.
-
-        Local gradients (FrozenAdam's) are not the same on all replicas: then the root of their mean square.
-        """
-        total = _squares(self.counted_once)
-        if world(self.mesh.pp)[0] > 1:
-            dist.all_reduce(total, group=self.mesh.pp)
-        if self.mesh.config.tp > 1:
-            dist.all_reduce(total, group=self.mesh.tp.get_group())
-        if self.config.optim.name == "frozen_adam" and world(self.mesh.dp)[0] > 1:
-            dist.all_reduce(total, group=self.mesh.dp)
-            total /= world(self.mesh.dp)[0]
-        return float(total.sqrt())
 
     def zero_grad(self) -> None:
         for parameter in self.named.values():
@@ -135,7 +157,7 @@ class Update:
     @property
     def raw_sent(self) -> int:
         """What exact all-reduces in fp32 would have sent so far."""
-        own = sum(_ring(exchange, self.config.mesh.dp) * exchange.steps for exchange in self._exchanges())
+        own = sum(exchange.ring_bytes for exchange in self._exchanges())
         return own + (self.tied.raw_sent if self.tied else 0)
 
     @property
@@ -199,14 +221,6 @@ class Update:
     def _momentum(self) -> str:
         return f"momentum-{self.mesh.place}"
 
-    def _reduce(self) -> None:
-        began = time.perf_counter()
-        if self.reducer is not None:
-            self.reducer.finish()
-        if self.tied is not None:
-            self.tied.finish()
-        self.waited = time.perf_counter() - began
-
     def _scale(self, factor: float) -> None:
         for parameter in self.named.values():
             if parameter.grad is not None:
@@ -245,7 +259,3 @@ def _under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 def _squares(parameters: Iterable[nn.Parameter]) -> Tensor:
     norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters if p.grad is not None]
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
-
-
-def _ring(exchange: Exchange, replicas: int) -> int:
-    return 2 * 4 * sum(unit.numel for unit in exchange.units) * (replicas - 1) // replicas

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -182,27 +181,19 @@ def _flip_announcement(trouble: Trouble, injury: Injury) -> None:
 
 def _flip_gradients(trouble: Trouble, injury: Injury) -> None:
     """A bit in the next message of a collective between replicas, towards one of them."""
-    import torch.distributed as dist
+    from thinwire.collectives.groups import Metered
+    from thinwire.collectives.messages import Swap
 
-    from thinwire.collectives import groups
+    leaving, left = Swap._leaving, [True]
 
-    left = [True]
+    def damaged(swap: Swap, to: int) -> Any:
+        message = leaving(swap, to)
+        if left and message.numel() > 64 and isinstance(swap.group, Metered) and swap.group.transit is not None:
+            left.clear()
+            message = _flipped(message, injury.bit)
+        return message
 
-    class Damaging(ModuleType):
-        """torch.distributed, whose next batch of messages is damaged once."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(dist, name)
-
-        @staticmethod
-        def batch_isend_irecv(operations: list[Any]) -> Any:
-            sends = [one for one in operations if one.op is dist.isend]
-            if left and sends:
-                left.clear()
-                sends[0].tensor = _flipped(sends[0].tensor, injury.bit)
-            return dist.batch_isend_irecv(operations)
-
-    mock.patch.object(groups, "dist", Damaging("damaging")).start()
+    mock.patch.object(Swap, "_leaving", damaged).start()
 
 
 def _flipped(message: Any, bit: int) -> Any:

@@ -1,0 +1,70 @@
+"""Receives that are posted before their messages are sent.
+
+Gloo sends a message only after the receiver's word that it waits for it has come: a message costs two latencies, and
+one where that word came before. An exchange whose messages have the same sizes every time can post the next time's
+receives as soon as this time's have arrived. Messages carry tags, one per message of the exchange, since they no longer
+match by order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Receives:
+    """What every member will send: its buffer, and what to wait for; members that send nothing have no work."""
+
+    buffers: list[Tensor]
+    works: dict[int, dist.Work] = field(default_factory=dict)
+
+
+class Early:
+    """The receives of one exchange that is made again and again, with messages of the same sizes.
+
+    group: the process group, of Gloo. first_tag: its messages have the tags from there on; no other exchange on the
+    group has them. tags: how many messages to every member the exchange has at most.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, first_tag: int, tags: int = 16) -> None:
+        self.group = group
+        self.first_tag = first_tag
+        self.tags = tags
+        self.next = 0  # which message of the exchange comes next
+        self.posted: dict[int, Receives] = {}
+
+    def begin(self) -> None:
+        """The exchange begins anew."""
+        self.next = 0
+
+    def tag(self) -> int:
+        """Of the next message."""
+        if self.next == self.tags:
+            raise RuntimeError(f"an exchange of more than {self.tags} messages to every member")
+        self.next += 1
+        return self.first_tag + self.next - 1
+
+    def post(self, tag: int, sizes: list[int], rank: int) -> Receives:
+        """Post the receives of the message with that tag; sizes: in bytes, by member. rank: this member's own."""
+        receives = Receives([torch.empty(n, dtype=torch.uint8) for n in sizes])
+        for source, buffer in enumerate(receives.buffers):
+            if source != rank and buffer.numel():
+                work = dist.irecv(buffer, group=self.group, group_src=source, tag=tag)
+                assert work is not None
+                receives.works[source] = work
+        return receives
+
+    def take(self, tag: int, sizes: list[int], rank: int) -> Receives:
+        """The receives of a message that is being sent now: those posted before, or new ones."""
+        receives = self.posted.pop(tag, None) or self.post(tag, sizes, rank)
+        if [buffer.numel() for buffer in receives.buffers] != sizes:
+            raise RuntimeError("an exchange whose messages have the same sizes every time has other ones now")
+        return receives
+
+    def post_again(self, tag: int, sizes: list[int], rank: int) -> None:
+        """The message has arrived: wait for the next one with that tag."""
+        self.posted[tag] = self.post(tag, sizes, rank)

@@ -1,0 +1,85 @@
+"""The small messages of a pipeline: announcements, digests of mirrors, and whether any rank saw a fault.
+
+They have a process group of their own, so that none waits behind frames. What concerns the next step is sent during
+this one, where the next step is certain: then no rank waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from thinwire.collectives.groups import destroy
+from thinwire.collectives.messages import maximum
+from thinwire.pipeline.announce import Announcement, Announcer
+from thinwire.pipeline.lane import Lane
+from thinwire.pipeline.mirror_check import Comparison, MirrorCheck
+
+
+class Control:
+    """One rank's part.
+
+    group: the ranks of the pipeline; nobody else sends in it, unless on GPUs. root: the rank of the first stage.
+    device: where messages of the group have to be. sample_lanes: this rank's lanes with per-sample memory in boundary
+    order, each with the rank of its other end.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, root: int, device: torch.device, sample_lanes: list[tuple[Lane, int]]
+    ) -> None:
+        self.group = group
+        self.device = device
+        self.sample_lanes = sample_lanes
+        self.announcer = Announcer(group, root, device)
+        self._comparison: Comparison | None = None  # of the next step's mirrors, under way
+
+    def open(self, own: Announcement | str | None, next_certain: bool) -> Announcement:
+        """Announce a step; returns it as all ranks know it.
+
+        own: on the first stage's rank the announcement, or what is wrong. next_certain: there, the next step trains,
+        with `next_ids` and of this shape.
+        """
+        if not next_certain or not isinstance(own, Announcement):
+            return self.announcer.announce(own)
+        following = Announcement(own.step + 1, True, own.next_ids, own.shape, ahead=True)
+        announced = self.announcer.announce(replace(own, next_ids=None, ahead=True))
+        self.announcer.announce_next(following)
+        return announced
+
+    def next_ids(self, announced: Announcement) -> Sequence[int] | None:
+        """The samples of the step after this one, where they are known; waits for their announcement."""
+        return self.announcer.announce_next(None).ids if announced.ahead else announced.next_ids
+
+    def compare_mirrors(self, ids: Sequence[int]) -> MirrorCheck:
+        """Forget, for the step that begins with these samples, mirrors that the two ends do not hold alike."""
+        if self._comparison is not None and list(self._comparison.ids) != list(ids):
+            self.restart()
+        comparison, self._comparison = self._comparison or self._compare(ids), None
+        return comparison.finish()
+
+    def prepare_next(self, announced: Announcement) -> None:
+        """This step has ended: compare mirrors for the next one, if it is known."""
+        if announced.ahead:
+            ids = self.announcer.announce_next(None).ids
+            self._comparison = None if ids is None else self._compare(ids)
+
+    def restart(self) -> None:
+        """All ranks have loaded other mirrors: what was compared of the next step's does not hold."""
+        if self._comparison is not None:
+            self._comparison.wait()
+            self._comparison = None
+
+    def close(self) -> None:
+        """Free the group, where it is the control's own."""
+        if self.group is not None and self.device.type == "cpu":
+            destroy(self.group)
+
+    def any_faults(self, count: int) -> bool:
+        """Did any rank count a fault?"""
+        return bool(maximum(torch.tensor([count], device=self.device), self.group))
+
+    def _compare(self, ids: Sequence[int]) -> Comparison:
+        return Comparison(self.sample_lanes, ids, self.group, self.device)

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from thinwire.collectives import groups
+from thinwire.collectives import groups, messages
 
 LIMIT = 60.0  # seconds a rank waits for the others
 
@@ -130,7 +130,9 @@ def run(size: int, work: Callable[[int], Any]) -> tuple[list[Any], ThreadDist]:
     threads = [threading.Thread(target=member, args=(r,), daemon=True) for r in range(size)]
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    with mock.patch.multiple(groups, dist=fake, new_group=fake.new_group):
+    own_groups = mock.patch.multiple(groups, dist=fake, new_group=fake.new_group)
+    own_messages = mock.patch.multiple(messages, dist=fake, DIRECT_MEMBERS=0)  # `sent` counts what is swapped only
+    with own_groups, own_messages:
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -151,7 +151,7 @@ def all_reduce_steps(x: Tensor, group: Group) -> Steps[Tensor]:
     size, rank = world(group)
     if size == 1:
         return x.clone()
-    if size == 2 and x.device.type == "cpu":
+    if size == 2 and _goes_directly(x, size):
         return _sum((yield from gather_steps(x, group)))
     if x.device.type == "cpu" and size <= DIRECT_MEMBERS and x.nbytes <= MODERATE:
         parts = [raw_bytes(part) for part in x.reshape(-1).tensor_split(size)]

@@ -65,26 +65,33 @@ class Network:
 
 @dataclass(frozen=True)
 class Cost:
-    """Per rank: bytes sent, and messages sent one after another."""
+    """Per rank: bytes sent, messages sent, and latencies that pass one after another, as many as messages where it is
+    not said: messages to several ranks at once share one."""
 
     nbytes: float = 0.0
     messages: float = 0.0
+    rounds: float | None = None
+
+    @property
+    def latencies(self) -> float:
+        return self.messages if self.rounds is None else self.rounds
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(self.nbytes + other.nbytes, self.messages + other.messages)
+        rounds = self.latencies + other.latencies
+        return Cost(self.nbytes + other.nbytes, self.messages + other.messages, rounds)
 
     def seconds(self, link: LinkSpeed) -> float:
-        return link.occupied(self.nbytes) + self.messages * link.latency
+        return link.occupied(self.nbytes) + self.latencies * link.latency
 
 
 def dense_ring(nbytes: float, p: int) -> Cost:
-    """Reduce-scatter and all-gather around a ring: 2n(P−1)/P in 2(P−1) messages."""
-    return Cost(2 * nbytes * (p - 1) / p, 2 * (p - 1))
+    """Reduce-scatter and all-gather around a ring: 2n(P−1)/P in 2(P−1) messages. Two ranks swap what they have."""
+    return Cost(2 * nbytes * (p - 1) / p, 2 * (p - 1), 1 if p == 2 else None)
 
 
 def gather(nbytes: float, p: int) -> Cost:
-    """Every rank's own message to every other, around a ring: b(P−1) in P−1 messages."""
-    return Cost(nbytes * (p - 1), p - 1)
+    """Every rank's own message to every other at once: b(P−1) in P−1 messages and one latency."""
+    return Cost(nbytes * (p - 1), p - 1, min(p - 1, 1))
 
 
 def topk_allgather(k: float, p: int, entry: float) -> Cost:
@@ -93,8 +100,9 @@ def topk_allgather(k: float, p: int, entry: float) -> Cost:
 
 
 def two_hop(nbytes: float, p: int) -> Cost:
-    """Quantised: pieces to their owners, summed, coded again, gathered: 2b(P−1)/P, b the coded tensor."""
-    return Cost(2 * nbytes * (p - 1) / p, 2 * (p - 1))
+    """Quantised: pieces to their owners, summed, coded again, gathered: 2b(P−1)/P, b the coded tensor. Each hop goes
+    to all at once; two ranks send each other everything, in one."""
+    return Cost(2 * nbytes * (p - 1) / p, 2 * (p - 1), min(p - 1, 2))
 
 
 def ok_topk_split(k: float, p: int, entry: float) -> Cost:

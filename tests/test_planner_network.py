@@ -80,6 +80,8 @@ def test_alone_nothing_is_sent() -> None:
 def test_seconds() -> None:
     link = LinkSpeed(rate=8e6, latency=0.5)
     assert Cost(1e6, 4).seconds(link) == 1.0 + 2.0
+    assert (network.two_hop(1e6, 2) + Cost(0, 3)).seconds(link) == 1.0 + 0.5 + 1.5  # one hop between two
+    assert network.two_hop(1e6, 4).latencies == 2 and network.gather(1e6, 8).latencies == 1
     assert LinkSpeed().occupied(1e12) == 0.0
 
 

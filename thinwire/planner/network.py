@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from thinwire.errors import UsageError
 
@@ -70,7 +70,7 @@ class Cost:
 
     nbytes: float = 0.0
     messages: float = 0.0
-    rounds: float | None = None
+    rounds: float | None = field(default=None, compare=False)
 
     @property
     def latencies(self) -> float:

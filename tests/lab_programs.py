@@ -52,6 +52,12 @@ def reach() -> dict[str, str]:
     return found
 
 
+def tcp_settings() -> dict[str, int]:
+    """Each setting's last number: of the windows, what they may grow to."""
+    names = ("tcp_rmem", "tcp_wmem", "tcp_slow_start_after_idle")
+    return {name: int(Path("/proc/sys/net/ipv4", name).read_text().split()[-1]) for name in names}
+
+
 def congestion_control() -> str:
     """What a new connection's TCP goes by."""
     with socket.socket() as one:

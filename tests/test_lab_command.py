@@ -100,6 +100,10 @@ def test_a_time_limit_gives_124(capsys: pytest.CaptureFixture[str]) -> None:
         (["--preload", "no_such_module", "--", "python", __file__], "cannot preload 'no_such_module'"),
         (["--topology", "absent.toml", "--", "true"], "cannot read topology absent.toml"),
         (["--topology", "absent.toml", "--rate", "1mbit", "--", "true"], "leave out --rate"),
+        (["--congestion", "none-such", "--", "true"], "congestion 'none-such': this machine allows reno"),
+        (["--reorder", "2", "--", "true"], "reorder '2'"),
+        (["--window", "wide", "--", "true"], "window 'wide'"),
+        (["--topology", "a.toml", "--no-slow-start-after-idle", "--", "true"], "leave out --no-slow-start-after-idle"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

@@ -124,6 +124,15 @@ def test_hosts_go_by_the_same_tcp_on_every_machine(net: Network) -> None:
     assert set(net.run(lab_programs.congestion_control)) <= {"cubic", "reno"}
 
 
+def test_hosts_go_by_what_they_are_told() -> None:
+    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+    choice = allowed[-1]
+    with Network(hosts=1, congestion=choice, window="16MB", slow_start_after_idle=False, preload=()) as network:
+        assert list(network.run(lab_programs.congestion_control)) == [choice]
+        settings = network.run(lab_programs.tcp_settings)[0]
+    assert settings == {"tcp_rmem": 32_000_000, "tcp_wmem": 32_000_000, "tcp_slow_start_after_idle": 0}
+
+
 def test_latency_is_one_way_and_the_rate_holds() -> None:
     with Network(hosts=2, rate="100mbit", latency="20ms", preload=()) as network:
         assert network.delay in ("netem", "user space")

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.bench import link as lab_bench
+from thinwire.bench.link import accuracy as lab_bench
 from thinwire.cli import main
 from thinwire.doctor import connection, probe
 from thinwire.doctor.connection import Connection, ProtocolError, reach

@@ -123,6 +123,29 @@ def test_bench_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "of nominal" in capsys.readouterr().out
 
 
+def test_bench_link_by_combinations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record, figure = tmp_path / "grid.json", tmp_path / "grid.png"
+    words = ["--rate", "50mbit,100mbit", "--latency", "5ms", "--streams", "1,3", "--congestion", "reno"]
+    files = ["--json", str(record), "--figure", str(figure)]
+    assert cli.main(["bench", "link", *words, "--size", "500kB", *files]) == 0
+    rows = json.loads(record.read_text())["rows"]
+    asked = [(row["rate"], row["streams"], row["congestion"], row["bytes"]) for row in rows]
+    assert asked == [(rate, k, "reno", 500_000) for rate in (5e7, 1e8) for k in (1, 3)]
+    for row in rows:
+        assert all(0.1 < row[name] < 1.05 for name in ("share", "share_both", "share_first"))
+        assert 0.010 <= row["round_trip"] < 0.1
+    assert figure.stat().st_size > 0 and "both ways" in capsys.readouterr().out
+
+
+def test_bench_link_says_what_did_not_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "grid.json"
+    words = ["--rate", "100kbit", "--size", "10MB", "--limit", "3s", "--json", str(record)]
+    assert cli.main(["bench", "link", *words]) == 0
+    (row,) = json.loads(record.read_text())["rows"]
+    assert row["share"] is None and row["share_both"] is None and row["round_trip"] is None
+    assert "no end" in capsys.readouterr().out
+
+
 def test_a_terminal_gets_a_live_line() -> None:
     ours, theirs = pty.openpty()
     code = """

@@ -13,7 +13,7 @@ import lab_programs
 import pytest
 from lab_support import require_network
 
-from thinwire.bench import link as bench
+from thinwire.bench.link import accuracy as bench
 from thinwire.errors import UsageError
 from thinwire.lab import Network, RankFailed, check
 

@@ -52,6 +52,11 @@ bench nope
 bench codecs --mib 0
 bench codecs --nope
 bench link --rate fast
+bench link --rates fast
+bench link --streams 0
+bench link --loss 200%
+bench link --size 10
+bench link --rates 10mbit --streams 2
 bench allreduce --rate fast
 bench allreduce --hosts 1
 bench allreduce --numel x

@@ -44,6 +44,8 @@ lab run --rate fast -- true
 lab run --topology missing.toml -- true
 demo --rate fast
 demo --steps 3
+demo --latency fast
+demo --loss 2
 convex --seeds 99
 convex --problem nope
 doctor --peers somewhere --listen 29400

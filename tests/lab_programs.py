@@ -52,6 +52,12 @@ def reach() -> dict[str, str]:
     return found
 
 
+def tcp_settings() -> dict[str, int]:
+    """Each setting's last number: of the windows, what they may grow to."""
+    names = ("tcp_rmem", "tcp_wmem", "tcp_slow_start_after_idle")
+    return {name: int(Path("/proc/sys/net/ipv4", name).read_text().split()[-1]) for name in names}
+
+
 def congestion_control() -> str:
     """What a new connection's TCP goes by."""
     with socket.socket() as one:
@@ -69,7 +75,7 @@ def connect_to(port: int) -> str:
 
 def round_trip(count: int) -> float:
     """The shortest of some round trips between ranks 0 and 1, in seconds."""
-    from thinwire.bench.link import connect
+    from thinwire.bench.link.accuracy import connect
 
     if os.environ["RANK"] == "0":
         with socket.create_server((os.environ["MASTER_ADDR"], 5002)) as server:
@@ -134,7 +140,7 @@ def all_reduce_for_ever(numbers: int) -> None:
 
 def drip(manner: str) -> None:
     """Rank 0 sends to rank 1 for ever, by plain TCP; a stubborn one sleeps on errors."""
-    from thinwire.bench.link import connect
+    from thinwire.bench.link.accuracy import connect
 
     address = (os.environ["MASTER_ADDR"], 5003)
     if os.environ["RANK"] == "0":
@@ -154,7 +160,7 @@ def drip(manner: str) -> None:
 
 def tcp_between(source: int, target: int, size: int) -> float:
     """One rank sends to another while the rest do nothing; the target returns its seconds."""
-    from thinwire.bench.link import connect
+    from thinwire.bench.link.accuracy import connect
 
     rank, port = int(os.environ["RANK"]), 5004
     if rank == target:

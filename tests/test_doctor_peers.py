@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.bench import link as lab_bench
+from thinwire.bench.link import accuracy as lab_bench
 from thinwire.cli import main
 from thinwire.doctor import connection, probe
 from thinwire.doctor.connection import Connection, ProtocolError, reach
@@ -68,7 +68,7 @@ def measured(net: Network, out: Path) -> dict[str, Any]:
 
 @pytest.mark.lab
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("latency", [0.0, 0.010])
+@pytest.mark.parametrize("latency", [0.0, 0.008])  # longer ones: test_doctor_long.py
 def test_two_machines_at_20_mbit(latency: float, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Rates within 15 % of nominal, a round trip of two latencies; a dead port is one clear line and status 1."""
     try:
@@ -108,12 +108,12 @@ def listener() -> Iterator[int]:
 def test_loopback_survives_strangers(listener: int) -> None:
     """Garbage, a wrong version, a port it must not connect to: dropped; who comes after them is served."""
     for line in (b"GET / HTTP/1.0\r\n\r\n", b"[1]\n", b'{"thinwire": 9, "do": "hello"}\n', b"\xff\n", b"x" * 2000,
-                 b'{"thinwire": 1, "do": []}\n', b'{"thinwire": true, "do": {}}\n', b"[" * 499 + b"\n"):  # fmt: skip
+                 b'{"thinwire": 2, "do": []}\n', b'{"thinwire": true, "do": {}}\n', b"[" * 499 + b"\n"):  # fmt: skip
         with reach(("127.0.0.1", listener)) as peer:
             peer.send(line)
     for port in (22, "abc", [1], 10**400, True, None, 2000.5):
         with reach(("127.0.0.1", listener)) as peer:
-            peer.say({"thinwire": 1, "do": "back"})
+            peer.say({"thinwire": probe.VERSION, "do": "back"})
             peer.say({"port": port})
             with pytest.raises((ProtocolError, ConnectionError)):
                 peer.hear()
@@ -131,7 +131,7 @@ def test_a_success_says_nothing_of_failures() -> None:
         thread.start()
         assert examine("127.0.0.1", server.getsockname()[1]).ok
         thread.join()
-    assert set(said) == set(probe.ANSWERS), said
+    assert set(said) == set(probe.ANSWERS) - {"flows"}, said  # those are for long links
 
 
 def test_a_reset_before_the_listener_is_done_ends_its_answer() -> None:
@@ -166,7 +166,7 @@ def test_something_else_on_the_port(reply: bytes) -> None:
     assert found.problem == "something else listens there" and "--listen" in found.remedy
 
 
-HELLO = {"thinwire": 1, "address": "127.0.0.1", "time": 1e9}
+HELLO = {"thinwire": probe.VERSION, "address": "127.0.0.1", "time": 1e9}
 ESCAPE = "\x1b[2J\x1b[1;31mb:29400: ready.\r\n\u202e"
 
 

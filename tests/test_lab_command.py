@@ -100,6 +100,10 @@ def test_a_time_limit_gives_124(capsys: pytest.CaptureFixture[str]) -> None:
         (["--preload", "no_such_module", "--", "python", __file__], "cannot preload 'no_such_module'"),
         (["--topology", "absent.toml", "--", "true"], "cannot read topology absent.toml"),
         (["--topology", "absent.toml", "--rate", "1mbit", "--", "true"], "leave out --rate"),
+        (["--congestion", "none-such", "--", "true"], "congestion 'none-such': this machine allows reno"),
+        (["--reorder", "2", "--", "true"], "reorder '2'"),
+        (["--window", "wide", "--", "true"], "window 'wide'"),
+        (["--topology", "a.toml", "--no-slow-start-after-idle", "--", "true"], "leave out --no-slow-start-after-idle"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -117,6 +121,29 @@ def test_bench_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["test"] for row in rows] == ["raw TCP", "Gloo all-reduce", "Gloo send"]
     assert all(0.6 < row["of_nominal"] < 1.1 for row in rows)
     assert "of nominal" in capsys.readouterr().out
+
+
+def test_bench_link_by_combinations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record, figure = tmp_path / "grid.json", tmp_path / "grid.png"
+    words = ["--rate", "50mbit,100mbit", "--latency", "5ms", "--streams", "1,3", "--congestion", "reno"]
+    files = ["--json", str(record), "--figure", str(figure)]
+    assert cli.main(["bench", "link", *words, "--size", "500kB", *files]) == 0
+    rows = json.loads(record.read_text())["rows"]
+    asked = [(row["rate"], row["streams"], row["congestion"], row["bytes"]) for row in rows]
+    assert asked == [(rate, k, "reno", 500_000) for rate in (5e7, 1e8) for k in (1, 3)]
+    for row in rows:
+        assert all(0.1 < row[name] < 1.05 for name in ("share", "share_both", "share_first"))
+        assert 0.010 <= row["round_trip"] < 0.1
+    assert figure.stat().st_size > 0 and "both ways" in capsys.readouterr().out
+
+
+def test_bench_link_says_what_did_not_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "grid.json"
+    words = ["--rate", "100kbit", "--size", "10MB", "--limit", "3s", "--json", str(record)]
+    assert cli.main(["bench", "link", *words]) == 0
+    (row,) = json.loads(record.read_text())["rows"]
+    assert row["share"] is None and row["share_both"] is None and row["round_trip"] is None
+    assert "no end" in capsys.readouterr().out
 
 
 def test_a_terminal_gets_a_live_line() -> None:

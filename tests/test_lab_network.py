@@ -13,7 +13,7 @@ import lab_programs
 import pytest
 from lab_support import require_network
 
-from thinwire.bench import link as bench
+from thinwire.bench.link import accuracy as bench
 from thinwire.errors import UsageError
 from thinwire.lab import Network, RankFailed, check
 
@@ -122,6 +122,15 @@ def test_a_rank_cannot_reshape_its_link(net: Network) -> None:
 
 def test_hosts_go_by_the_same_tcp_on_every_machine(net: Network) -> None:
     assert set(net.run(lab_programs.congestion_control)) <= {"cubic", "reno"}
+
+
+def test_hosts_go_by_what_they_are_told() -> None:
+    allowed = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+    choice = allowed[-1]
+    with Network(hosts=1, congestion=choice, window="16MB", slow_start_after_idle=False, preload=()) as network:
+        assert list(network.run(lab_programs.congestion_control)) == [choice]
+        settings = network.run(lab_programs.tcp_settings)[0]
+    assert settings == {"tcp_rmem": 32_000_000, "tcp_wmem": 32_000_000, "tcp_slow_start_after_idle": 0}
 
 
 def test_latency_is_one_way_and_the_rate_holds() -> None:

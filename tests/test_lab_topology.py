@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 import struct
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from thinwire.errors import UsageError
+from thinwire.lab.delay import LATE, Lane
 from thinwire.lab.shaping import ETHERNET, _netem, bundle_packets, burst_bytes, queue_bytes
+from thinwire.lab.tcp import Tcp
 from thinwire.lab.topology import HostLink, flat, load
-from thinwire.quantities import parse_loss, parse_rate, parse_time, show_bytes, show_duration, show_rate
+from thinwire.quantities import parse_bytes, parse_loss, parse_rate, parse_time, show_bytes, show_duration, show_rate
 
 SITES = """
 [sites.paris]
@@ -48,6 +53,20 @@ def test_rates(text: str | float, rate: float) -> None:
 )
 def test_rates_are_rounded_for_people(rate: float, shown: str) -> None:
     assert show_rate(rate) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("10MB", 10_000_000), ("1.5 kB", 1500), ("7b", 7), ("2gb", 2 * 10**9), (12, 12)]
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+    assert parse_bytes(show_bytes(size)) == size
+
+
+@pytest.mark.parametrize("text", ["10", "10mbit", "MB", "-1MB", -1, True])
+def test_bad_sizes(text: Any) -> None:
+    with pytest.raises(UsageError, match="size"):
+        parse_bytes(text)
 
 
 def test_no_rate_is_no_limit() -> None:
@@ -129,16 +148,19 @@ def test_254_hosts_have_addresses() -> None:
 
 
 def test_sites(tmp_path: Path) -> None:
-    (tmp_path / "sites.toml").write_text("mtu = 9000\n" + SITES)
+    settings = 'mtu = 9000\ncongestion = "bbr"\nwindow = "16MB"\nslow_start_after_idle = false\n'
+    (tmp_path / "sites.toml").write_text(settings + SITES.replace('up = "10mbit"', 'up = "10mbit"\nreorder = "1%"'))
     topology = load(tmp_path / "sites.toml")
     assert topology.mtu == 9000
+    assert topology.tcp == Tcp("bbr", 16_000_000, False)
+    assert topology.reordered and topology.by_packet
     assert [(host.name, host.site) for host in topology.hosts] == [
         ("paris-0", "paris"),
         ("paris-1", "paris"),
         ("slow", "tokyo"),
     ]
     assert topology.hosts[0].link == HostLink(up=1e9, down=1e9, latency=1e-4)
-    assert topology.hosts[2].link == HostLink(up=1e7, down=5e8)
+    assert topology.hosts[2].link == HostLink(up=1e7, down=5e8, reorder=0.01)
     assert topology.links["paris"] == HostLink(up=2e7, down=1e8, latency=0.015)
     assert topology.links["tokyo"] == HostLink(up=5e7, down=5e7)
 
@@ -157,6 +179,11 @@ def test_sites(tmp_path: Path) -> None:
         (("[sites.paris]", "[sites.paris"), "not TOML"),
         (("[[hosts]]", "[[machines]]"), "unknown key 'machines'"),
         (("[sites.tokyo]", "[site.tokyo]"), "unknown key 'site'"),
+        (("[sites.paris]", "congestion = 3\n[sites.paris]"), "congestion 3: allowed is a name"),
+        (("[sites.paris]", 'window = "16"\n[sites.paris]'), "window '16': write a number and one of the units B, kB"),
+        (("[sites.paris]", 'window = "1B"\n[sites.paris]'), "window 1: allowed is 65536 bytes to"),
+        (("[sites.paris]", "slow_start_after_idle = 0\n[sites.paris]"), "slow_start_after_idle 0: allowed is true"),
+        (("count = 2", 'reorder = "often"'), "reorder 'often'"),
     ],
 )
 def test_bad_topologies_give_one_line(tmp_path: Path, change: tuple[str, str], complaint: str) -> None:
@@ -172,6 +199,23 @@ def test_topology_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="not TOML"):
         load(tmp_path / "binary.toml")
+
+
+def test_a_reordered_packet_comes_behind_its_followers() -> None:
+    """The second of five is late: it is sent last, after its LATE seconds; nothing is lost."""
+    (ends, source), (target, arrived) = (socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))
+    for port in (ends, source, target, arrived):
+        port.setblocking(False)
+    chance = mock.Mock(random=mock.Mock(side_effect=[0.9, 0.1, 0.9, 0.9, 0.9]))
+    lane = Lane(source, target, 0.0, reorder=0.5)
+    with ends, source, target, arrived:
+        for number in range(5):
+            ends.send(bytes([number]))
+        lane.take(chance)
+        again = lane.give(time.monotonic())
+        assert [arrived.recv(9)[0] for _ in range(4)] == [0, 2, 3, 4]
+        assert 0 < again - time.monotonic() <= LATE
+        assert lane.give(again) == float("inf") and arrived.recv(9)[0] == 1
 
 
 def test_netem_speaks_the_kernels_units() -> None:

@@ -209,7 +209,22 @@ def test_one_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ET.fromstring(text)
     assert "40 steps in 40 s: held-out loss 3, 9.60 MB sent, 4.17× fewer than fp32 without compression." in text
     assert "No figure: no run keeps activations by sample" in text
-    assert "page: " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "page: " in shown and "Runs on" not in shown
+
+
+def test_a_long_link_stands_above_the_table_and_on_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And in its simulated step: what waits for the link is not computing."""
+    first, *rest = events("safe", 3.0, 60_000)
+    near = write(tmp_path / "near", [first, *rest])
+    far = write(tmp_path / "far", [first | {"latency": 0.04, "loss": 0.001}, *rest])
+    waits = {}
+    for run in (near, far):
+        assert main(["report", run, "--out", f"{run}.html", "--json", f"{run}.json"]) == 0
+        waits[run] = json.loads(Path(f"{run}.json").read_text())["runs"][0]["simulated"]["critical_path_s"]
+    links = "links of 20 Mbit/s, 40 ms one way, 0.1 % of packets lost"
+    assert links in Path(f"{far}.html").read_text() and f"Runs on {links}" in capsys.readouterr().out
+    assert waits[far]["compute"] < waits[near]["compute"]
 
 
 def started_from_a_checkpoint(folder: Path, *, ended: bool) -> str:

@@ -44,6 +44,8 @@ lab run --rate fast -- true
 lab run --topology missing.toml -- true
 demo --rate fast
 demo --steps 3
+demo --latency fast
+demo --loss 2
 convex --seeds 99
 convex --problem nope
 doctor --peers somewhere --listen 29400
@@ -52,6 +54,11 @@ bench nope
 bench codecs --mib 0
 bench codecs --nope
 bench link --rate fast
+bench link --rates fast
+bench link --streams 0
+bench link --loss 200%
+bench link --size 10
+bench link --rates 10mbit --streams 2
 bench allreduce --rate fast
 bench allreduce --hosts 1
 bench allreduce --numel x

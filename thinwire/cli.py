@@ -29,7 +29,7 @@ COMMANDS = {
 }
 
 BENCHES = {
-    "link": ("thinwire.bench.link", "raw TCP and Gloo against the lab's nominal rate"),
+    "link": ("thinwire.bench.link.options", "raw TCP and Gloo against a link's rate; long links by number of flows"),
     "codecs": ("thinwire.bench.codecs_options", "encode and decode speed, beside other quantisers and memcpy"),
     "train": ("thinwire.bench.train", "time to the same held-out loss over slow links, everything compressed"),
     "allreduce": (

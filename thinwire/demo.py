@@ -1,9 +1,9 @@
 """`thinwire demo`: a training run in a few minutes on one machine, first as torch sends it, then compressed.
 
 Four ranks (two replicas of a pipeline of two stages) fine-tune a small Llama-class model on some source of Python's own
-library, over emulated links of --rate on this machine (`thinwire lab`). The model is pre-trained first, for half a
-minute on other source, without a slow network. The same run is then done twice: with nothing compressed, and with the
-preset `max`. At the end a table is printed and a page with figures is written.
+library, over emulated links of --rate, --latency and --loss on this machine (`thinwire lab`). The model is pre-trained
+first, for half a minute on other source, without a slow network. The same run is then done twice: with nothing
+compressed, and with the preset `max`. At the end a table is printed and a page with figures is written.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.errors import UsageError
 from thinwire.installed import check_figures, check_training
-from thinwire.quantities import parse_rate, show_rate
+from thinwire.lab.topology import HostLink, make_link
+from thinwire.quantities import show_rate
 from thinwire.terminal import progress, table, write_json
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 RUNS = ("off", "max")
 TOML = """\
-# Written by `thinwire demo`; try it yourself: thinwire train {name}.toml --local 4 --rate {rate} --out out/mine
+# Written by `thinwire demo`; try it yourself: thinwire train {name}.toml --local 4 {links} --out out/mine
 [model]
 {model}
 [data]
@@ -59,6 +62,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `thinwire demo` on its parser."""
     parser.description = __doc__
     parser.add_argument("--rate", default="10mbit", help="of every host's link (default 10mbit)")
+    parser.add_argument("--latency", default="0ms", help="one way between hosts, such as 40ms (default 0ms)")
+    parser.add_argument("--loss", default="0%", help="packets lost on their way, such as 0.1%% (default 0%%)")
     parser.add_argument("--steps", type=int, default=42, help="of each run (default 42)")
     parser.add_argument("--out", default="out/demo", help="folder of runs and page (default out/demo)")
     parser.add_argument("--json", metavar="PATH", help="write the table there")
@@ -66,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Pre-train, train uncompressed and compressed, print the table and write the report; the exit status."""
-    rate = parse_rate(args.rate)
+    link = make_link({"rate": args.rate, "latency": args.latency, "loss": args.loss}, "")
     if args.steps < 12:
         raise UsageError(f"--steps {args.steps}: at least 12 are needed to see anything")
     from thinwire.lab import check
@@ -76,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
     finding = check()[0]
     folder = Path(args.out)
     _clear(folder)
-    paths = _write_configs(folder, args.rate, args.steps)
+    paths = _write_configs(folder, args.rate, link, args.steps)
     if finding.ok:
-        print(f"Fine-tuning on links of {show_rate(rate)}, {args.steps} steps each: uncompressed, then compressed.")
-        _in_the_lab(paths, args.rate)
+        print(f"Fine-tuning on links of {_words(link)}, {args.steps} steps each: uncompressed, then compressed.")
+        _in_the_lab(paths, args.rate, link)
     else:
         print(f"This machine forbids network namespaces: {finding.detail}. {finding.remedy}")
         print("So both runs are on loopback, as fast as it is; what a slow network would do is simulated below.")
@@ -88,12 +93,23 @@ def run(args: argparse.Namespace) -> int:
     from thinwire.report.runs import read_runs
 
     runs = read_runs([folder / name for name in RUNS])
+    if finding.ok:  # the trainer records the rate; it does not know the others
+        links = {"latency": link.latency, "loss": link.loss}
+        runs = [replace(run, about={**run.about, **links}) for run in runs]
     document = report(runs, folder / "report.html")
     if not finding.ok:
-        _show_simulated(runs, rate)
-    write_json(args.json, {"rate": rate, "shaped": finding.ok, **document})
+        _show_simulated(runs, link)
+    settings = {"rate": link.up, "latency": link.latency, "loss": link.loss, "shaped": finding.ok}
+    write_json(args.json, settings | document)
     print(f"Look at {folder / 'report.html'}; the runs are in {folder}, with their configuration to change.")
     return 0
+
+
+def _words(link: HostLink) -> str:
+    """A link as the user would write it."""
+    late = f", {1e3 * link.latency:g} ms" if link.latency else ""
+    lost = f", {100 * link.loss:g} % loss" if link.loss else ""
+    return f"{show_rate(link.up)}{late}{lost}"
 
 
 def _clear(folder: Path) -> None:
@@ -107,9 +123,10 @@ def _clear(folder: Path) -> None:
         raise UsageError(f"--out {folder}: cannot make that folder: {error.strerror}") from None
 
 
-def _write_configs(folder: Path, rate: str, steps: int) -> list[Path]:
+def _write_configs(folder: Path, rate: str, link: HostLink, steps: int) -> list[Path]:
     """Write pretrain.toml and one configuration per run into the folder; their paths."""
-    common = {"rate": rate, "every": max(1, steps // 8)}
+    late = f" --latency {1e3 * link.latency:g}ms" if link.latency else ""
+    common = {"links": f"--rate {rate}{late}", "every": max(1, steps // 8)}
     first = {"name": "pretrain", "wire": "off", "model": NEW, "corpus": 1_000_000, "samples": 0, "steps": PRETRAIN,
              "lr": 3e-3, **common, "every": PRETRAIN}  # fmt: skip
     tuned = {"model": 'path = "pretrain/model"', "corpus": 2_000_000, "samples": 226, "steps": steps, "lr": 5e-4}
@@ -121,17 +138,21 @@ def _write_configs(folder: Path, rate: str, steps: int) -> list[Path]:
     return paths
 
 
-def _in_the_lab(paths: list[Path], rate: str) -> None:
+def _in_the_lab(paths: list[Path], rate: str, link: HostLink) -> None:
+    """Train by every configuration: on links of that rate, latency and loss, but the pre-training on fast ones."""
     from thinwire.lab import Network
     from thinwire.train.config.sections import load
     from thinwire.train.folder_lock import locked
     from thinwire.train.local import PRELOAD, train_local
     from thinwire.train.rank import record
 
-    with Network(hosts=4, preload=PRELOAD) as network:
+    with ExitStack() as stack:
+        near = far = stack.enter_context(Network(hosts=4, preload=PRELOAD))
+        if link.delayed:
+            far = stack.enter_context(Network(hosts=4, latency=link.latency, loss=link.loss, preload=PRELOAD))
         for path in paths:
             config = load(path)
-            slow = rate if path.stem in RUNS else "unlimited"
+            slow, network = (rate, far) if path.stem in RUNS else ("unlimited", near)
             for host in range(4):
                 network.set_rate(host, slow)
             label = f"wire {path.stem}" if path.stem in RUNS else "pre-training"
@@ -152,10 +173,10 @@ def _on_loopback(paths: list[Path]) -> None:
             advance(path.stem, 1)
 
 
-def _show_simulated(runs: Sequence[Run], rate: float | None) -> None:
-    """Print the step times that the simulator predicts for the same runs on links of this rate (bit/s)."""
+def _show_simulated(runs: Sequence[Run], link: HostLink) -> None:
+    """Print the step times that the simulator, which knows no loss, predicts for the same runs on such links."""
     from thinwire.report.timeline import simulated
 
-    steps = [simulated(run, rate).makespan for run in runs]
+    steps = [simulated(run, link.up, link.latency).makespan for run in runs]
     rows = [(run.name, f"{step:.3f} s", f"{steps[0] / step:.1f}×") for run, step in zip(runs, steps)]
-    table(f"Simulated, on links of {show_rate(rate)}", ("wire", "per step", "speed-up"), rows)
+    table(f"Simulated, on links of {_words(replace(link, loss=0.0))}", ("wire", "per step", "speed-up"), rows)

@@ -1,4 +1,4 @@
-"""Rates, times and fractions as people write them ("100mbit", "10ms", "0.5%"), read and written."""
+"""Rates, times, sizes and fractions as people write them ("100mbit", "10ms", "10MB", "0.5%"), read and written."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from thinwire.errors import UsageError
 # Bits per second. Decimal, as networks are sold; "MB/s" style units are refused rather than guessed.
 RATE_UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+BYTE_UNITS = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9}
 SLOWEST = 1e4  # bit/s; on a slower link one packet takes over a second
 FASTEST = 1e11  # bit/s; no CPU forwards more
 UNLIMITED = "unlimited"
@@ -46,6 +47,15 @@ def parse_loss(text: str | float, what: str = "loss") -> float:
     return value
 
 
+def parse_bytes(text: str | int, what: str = "size") -> int:
+    """A whole number of bytes from "10MB" (or a number of bytes), decimal as `show_bytes` writes it.
+
+    what: how errors name the value."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return round(_not_negative(text, text, what))
+    return round(_parse(str(text), BYTE_UNITS, what))
+
+
 def show_rate(rate: float | None) -> str:
     """A rate in bit/s to three digits, in a form that `parse_rate` reads: 1.16mbit."""
     if rate is None:
@@ -80,7 +90,8 @@ def _is_number(text: str | float) -> bool:
 def _parse(text: str, units: dict[str, float], what: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z/]+)", text.strip())
     if match is None or match[2].lower() not in units:
-        raise UsageError(f"{what} {text!r}: write a number and one of the units {', '.join(units)}")
+        shown = "B, kB, MB, GB" if units is BYTE_UNITS else ", ".join(units)
+        raise UsageError(f"{what} {text!r}: write a number and one of the units {shown}")
     return float(match[1]) * units[match[2].lower()]
 
 

@@ -14,6 +14,7 @@ import struct
 import time
 from typing import Any, NoReturn
 
+VERSION = 2  # of the questions: what both sides must speak
 MOST = 8_000_000  # bytes of a rate's measurement
 LONGEST = 2.0  # seconds of it
 PATIENCE = 4.0  # seconds to connect, or to wait for an answer
@@ -86,7 +87,7 @@ class Connection:
             marks.append((time.perf_counter(), total))
             if len(marks) == 2:
                 until = marks[1][0] + LONGEST
-        return _speed(marks[1:])
+        return speed(marks[1:])
 
     def pour(self) -> None:
         """Send until the other side speaks or closes, MOST bytes and a few seconds at most."""
@@ -132,12 +133,17 @@ def reach(address: tuple[str, int], source: str = "", seconds: float | None = No
     return Connection(socket.create_connection(address, patience, (source, 0) if source else None))
 
 
+def plain(address: str) -> str:
+    """`address` without what a socket for both protocols adds: ::ffff:10.0.0.1 is 10.0.0.1."""
+    return address.removeprefix("::ffff:") if "." in address else address.split("%")[0]
+
+
 def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-def _speed(marks: list[tuple[float, int]]) -> float | None:
-    """From the first mark past the settling share to the last."""
+def speed(marks: list[tuple[float, int]]) -> float | None:
+    """Bits per second by marks of (time, bytes so far), from the first past the settling share to the last."""
     if len(marks) < 2 or marks[-1][0] <= marks[0][0]:
         return None
     from_then = marks[0][0] + SETTLED * (marks[-1][0] - marks[0][0])

@@ -5,6 +5,8 @@
 
 Measured: reachability, round trip, rate each way, path MTU, clocks, random ports both ways (Gloo connects every rank
 with every other on ports that the kernel picks), and which address Gloo would choose. At most 8 MB each way per peer.
+On a long link also what one and several flows carry, both ways at once too, and which packets were sent again; at most
+96 MB more each way. From Python: `examine(host, port)` returns a `Peer`.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from thinwire.doctor import connection, probe
-from thinwire.doctor.connection import Connection, ProtocolError
+from thinwire.doctor import advice, connection, flows, probe
+from thinwire.doctor.connection import Connection, ProtocolError, plain
+from thinwire.doctor.flows import LongLink
 from thinwire.doctor.interfaces import VARIABLE, address_of, gloo_choice, interface_of, path_mtu
 from thinwire.errors import UsageError
 from thinwire.quantities import parse_time, show_rate
@@ -28,6 +31,7 @@ PORT = "29400"  # torchrun's own for its rendezvous: what is open for one is ope
 LATEST = 1e11  # seconds that a clock may say, some thousand years from now
 CLOCK = 1.0  # seconds by which clocks may differ before it is worth a word
 ABSENT = "–"
+OTHER = "choose another port on both sides: --listen 29411; a thinwire there must be of this version"
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Peer:
     clock: float | None = None  # seconds by which its clock is ahead
     ports_there: bool | None = None  # its random ports can be reached
     ports_here: bool | None = None
+    long: LongLink | None = None  # where the round trip is long: loss, and what several flows carry
 
     @property
     def ok(self) -> bool:
@@ -82,7 +87,7 @@ def _listen(args: argparse.Namespace, source: str) -> int:
         print(f"listening on {source or 'every address'}, port {port}, for {seconds:.0f} s; on the other machine: "
               f"thinwire doctor --peers HOST:{port}", flush=True)  # fmt: skip
         answered = probe.serve(
-            server, time.monotonic() + seconds, lambda who, what: print(f"{probe.plain(who)}: {what}", flush=True)
+            server, time.monotonic() + seconds, lambda who, what: print(f"{plain(who)}: {what}", flush=True)
         )
     print("" if answered else "nobody asked: see docs/two-machines.md on firewalls")
     write_json(args.json, {"answered": answered})
@@ -110,6 +115,8 @@ def _measure(args: argparse.Namespace, source: str) -> int:
     print(told)
     for peer in peers:
         print(verdict(peer))
+        for line in advice.advise(peer.long, advice.local_tcp()) if peer.long else ():
+            print(f"{peer.name}: {line}")
     write_json(args.json, {"peers": [asdict(p) | {"ok": p.ok} for p in peers], "gloo": told, "gloo_address": address})
     return 0 if all(peer.ok for peer in peers) else 1
 
@@ -140,7 +147,7 @@ def examine(host: str, port: int, source: str = "") -> Peer:
         with connection.reach((host, port), source) as first:
             base = _first(first, name)
     except ProtocolError:
-        return Peer(name, "something else listens there", "choose another port on both sides: --listen 29411")
+        return Peer(name, "something else listens there", OTHER)
     except OSError as error:
         return Peer(name, *_why(error, host, port))
     try:
@@ -154,7 +161,7 @@ def _first(peer: Connection, name: str) -> Peer:
     answer = probe.ask(peer, "hello")
     connection.whole(answer, "thinwire", probe.VERSION, probe.VERSION)
     clock = connection.number(answer, "time", 0.0, LATEST)
-    local = probe.plain(peer.peer.getsockname()[0])
+    local = plain(peer.peer.getsockname()[0])
     return Peer(
         name, local=local, interface=interface_of(local), seen_as=connection.address(answer, "address"),
         mtu=path_mtu(peer.peer), clock=clock - (began + time.time()) / 2,
@@ -176,7 +183,10 @@ def _rest(base: Peer, place: tuple[str, int], source: str) -> Peer:
     found |= {"download": ask(probe.download), "upload": ask(probe.upload)}
     peer = Peer(**asdict(base) | found)
     problem, remedy = diagnose(peer)
-    return Peer(**asdict(peer) | {"problem": problem, "remedy": remedy})
+    if problem or peer.round_trip is None or peer.round_trip < advice.LONG:
+        return replace(peer, problem=problem, remedy=remedy)
+    one = min(rate for rate in (peer.download, peer.upload) if rate is not None)
+    return replace(peer, long=flows.measure(lambda: connection.reach(place, source), peer.round_trip, one))
 
 
 def _why(error: OSError, host: str, port: int) -> tuple[str, str]:

@@ -8,6 +8,7 @@ Then, by what it asks for:
     upload    → bytes until ← {"rate": …} comes back, MOST at most
     port      ← {"port": a random one}; the asker connects to it; ← {"ok": …}
     back      → {"port": …}; this side connects to the asker there; ← {"ok": …}
+    flows     several connections at once (flows.py)
 The listener sends nothing but to who asked it, and connects to nobody else.
 """
 
@@ -20,10 +21,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 
-from thinwire.doctor import connection
-from thinwire.doctor.connection import Answer, Connection, ProtocolError, clean, flag, number, reach, whole
+from thinwire.doctor import connection, flows
+from thinwire.doctor.connection import (
+    VERSION,
+    Answer,
+    Connection,
+    ProtocolError,
+    clean,
+    flag,
+    number,
+    plain,
+    reach,
+    whole,
+)
 
-VERSION = 1
 PINGS = 20
 FASTEST = 1e15  # bits per second that are believed
 PORTS = (1024, 65535)  # that may be asked for
@@ -109,11 +120,6 @@ def serve(server: socket.socket, until: float, heard: Callable[[str, str], None]
     return answered
 
 
-def plain(address: str) -> str:
-    """`address` without what a socket for both protocols adds: ::ffff:10.0.0.1 is 10.0.0.1."""
-    return address.removeprefix("::ffff:") if "." in address else address.split("%")[0]
-
-
 def _answer(peer: Connection, address: str) -> str:
     request = peer.hear()
     whole(request, "thinwire", VERSION, VERSION)
@@ -162,6 +168,11 @@ def _may_hang_up() -> Iterator[None]:
             raise
 
 
+def _flows(peer: Connection, address: str) -> None:
+    with _may_hang_up():
+        flows.answer(peer, address)
+
+
 def _port(peer: Connection, address: str) -> None:
     here = plain(peer.peer.getsockname()[0])
     with socket.create_server((here, 0), family=socket.AF_INET6 if ":" in here else socket.AF_INET) as other:
@@ -188,4 +199,5 @@ def _back(peer: Connection, address: str) -> None:
 
 ANSWERS: dict[str, Callable[[Connection, str], None]] = {
     "hello": _hello, "ping": _ping, "download": _download, "upload": _upload, "port": _port, "back": _back,
+    "flows": _flows,
 }  # fmt: skip

@@ -18,7 +18,7 @@ from thinwire.lab.errors import LabError, LabTimeout, RankFailed
 from thinwire.lab.job import Job
 from thinwire.lab.netlink import Traffic
 from thinwire.lab.network import Network
-from thinwire.lab.topology import SUBNET
+from thinwire.lab.topology import SUBNET, TCP_KEYS
 from thinwire.quantities import parse_time, show_bytes, show_rate
 from thinwire.terminal import table, write_json
 
@@ -49,6 +49,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--down", help="what a host may receive, if it differs from --rate")
     run.add_argument("--latency", help="one-way delay between hosts, such as 10ms")
     run.add_argument("--loss", help="packets lost on the way, such as 0.1%%")
+    run.add_argument("--reorder", help="packets that come late, behind their followers, such as 1%%")
+    run.add_argument("--congestion", metavar="NAME", help="TCP's congestion control (cubic where allowed, else reno)")
+    run.add_argument("--window", metavar="SIZE", help="what one connection may have under way, such as 16MB")
+    run.add_argument(
+        "--no-slow-start-after-idle",
+        dest="slow_start_after_idle",
+        action="store_false",
+        default=None,
+        help="a connection that has been silent goes on at the speed it had",
+    )
     run.add_argument("--mtu", metavar="BYTES", help="the largest packet (1500; 9000 for jumbo frames)")
     run.add_argument("--topology", metavar="FILE", help="a TOML file of sites and hosts, instead of the above")
     run.add_argument("--subnet", default=SUBNET, help="the hosts' addresses (%(default)s), seen by them alone")
@@ -85,15 +95,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `Network` that were given; a topology file excludes the others."""
-    names = ("hosts", "rate", "up", "down", "latency", "loss", "mtu")
+    names = ("hosts", "rate", "up", "down", "latency", "loss", "reorder", "mtu", *sorted(TCP_KEYS))
     given: dict[str, Any] = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.topology is not None and given:
-        raise UsageError(f"--topology describes the whole network; leave out --{next(iter(given))}")
+        raise UsageError(f"--topology describes the whole network; leave out --{_option(next(iter(given)))}")
     if "hosts" in given:
         given["hosts"] = _count(given["hosts"], "hosts")
     if given.get("mtu", "").isdecimal():  # what is no number is refused as a wrong one is
         given["mtu"] = int(given["mtu"])
     return given if args.topology is None else {"topology": args.topology}
+
+
+def _option(name: str) -> str:
+    return "no-slow-start-after-idle" if name == "slow_start_after_idle" else name
 
 
 def _count(text: str, what: str) -> int:
@@ -169,6 +183,7 @@ def _record(
         "setup_seconds": net.setup_seconds,
         "delay": net.delay,
         "mtu": net.topology.mtu,
+        "tcp": asdict(net.topology.tcp),
         "notes": net.notes,
         "links": [
             {"name": name, **places.get(name, {}), **asdict(link), **asdict(traffic[name])}

@@ -1,4 +1,4 @@
-"""Latency and loss in user space, for kernels without netem.
+"""Latency and loss in user space, for kernels without netem; reordering, always.
 
 A process of our own forwards packets between two devices: it receives each packet from one, holds it for the latency
 and sends it into the other. Raw packet sockets need only capabilities inside our own network namespace,
@@ -25,26 +25,45 @@ _ALL_PROTOCOLS = 0x0003
 _LARGEST = 10 + 18 + (1 << 16)  # offload header, Ethernet header, the largest IP packet
 _BUFFER = 4 << 20  # asked of the kernel, which grants what its limits allow
 _RETRY = 1e-3
+LATE = 5e-3  # seconds that a reordered packet comes after its turn: behind 40 others at 100 Mb/s
 _BATCH = 64  # packets received from one device before the next device is served
+
+
+@dataclass(frozen=True)
+class Delay:
+    """A link that delays, loses or reorders packets on their way up.
+
+    below, above: names of the devices that it stands between. delay: seconds. loss, reorder: probabilities per packet
+    that it is dropped, or held for LATE seconds more.
+    """
+
+    below: str
+    above: str
+    delay: float
+    loss: float = 0.0
+    reorder: float = 0.0
 
 
 @dataclass
 class Lane:
     """One direction of one delayed link: what arrives at `source` is sent to `target` `delay` seconds later.
 
-    loss: the probability that a packet is dropped. limit: bytes held at most.
+    loss, reorder: the probabilities that a packet is dropped, or sent LATE seconds after its turn. limit: bytes held at
+    most.
     """
 
     source: socket.socket
     target: socket.socket
     delay: float
     loss: float = 0.0
+    reorder: float = 0.0
     limit: int = 64 << 20  # more is dropped, as a router with a full queue drops it
     _held: deque[tuple[float, bytes]] = field(default_factory=deque)
+    _late: deque[tuple[float, bytes]] = field(default_factory=deque)  # those that their followers overtake
     _bytes: int = 0
 
     def take(self, chance: random.Random) -> None:
-        """Receive the packets that have arrived; `chance` decides which are lost."""
+        """Receive the packets that have arrived; `chance` decides which are lost and which come late."""
         for _ in range(_BATCH):
             try:
                 packet = self.source.recv(_LARGEST)
@@ -52,13 +71,20 @@ class Lane:
                 return
             if self._bytes + len(packet) > self.limit or (self.loss and chance.random() < self.loss):
                 continue
-            self._held.append((time.monotonic() + self.delay, packet))
+            due = time.monotonic() + self.delay
+            if self.reorder and chance.random() < self.reorder:
+                self._late.append((due + LATE, packet))
+            else:
+                self._held.append((due, packet))
             self._bytes += len(packet)
 
     def give(self, now: float) -> float:
         """Send the packets that are due at `now`. Returns when to call again (infinity: nothing is held)."""
-        while self._held:
-            due, packet = self._held[0]
+        return min(self._give(self._held, now), self._give(self._late, now) if self._late else float("inf"))
+
+    def _give(self, queue: deque[tuple[float, bytes]], now: float) -> float:
+        while queue:
+            due, packet = queue[0]
             if due > now:
                 return due
             try:
@@ -67,16 +93,15 @@ class Lane:
                 return now + _RETRY  # the socket's send buffer is full
             except OSError:
                 pass  # the device is down or its queue is full: the packet is lost, as on a real link
-            self._held.popleft()
+            queue.popleft()
             self._bytes -= len(packet)
         return float("inf")
 
 
-def start_relay(links: list[tuple[str, str, float, float]]) -> int:
+def start_relay(links: list[Delay]) -> int:
     """Fork a relay and return its process id; it is forwarding when this returns.
 
-    links: per link (device below, device above, delay upwards in seconds, probability of loss upwards). The relay
-    keeps nothing else of this process open.
+    links: what it does where. It keeps nothing else of this process open.
     """
     read_end, write_end = os.pipe()
     child = os.fork()
@@ -91,14 +116,14 @@ def start_relay(links: list[tuple[str, str, float, float]]) -> int:
     return child
 
 
-def _be_relay(links: list[tuple[str, str, float, float]], status_pipe: int) -> NoReturn:
+def _be_relay(links: list[Delay], status_pipe: int) -> NoReturn:
     os.dup2(status_pipe, 3)
     os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # low numbers are free again: `select` takes none above 1023
     lanes: list[Lane] = []
     try:
-        for device_below, device_above, delay, loss in links:
-            below, above = _open_port(device_below), _open_port(device_above)
-            lanes += [Lane(below, above, delay, loss), Lane(above, below, 0.0)]
+        for link in links:
+            below, above = _open_port(link.below), _open_port(link.above)
+            lanes += [Lane(below, above, link.delay, link.loss, link.reorder), Lane(above, below, 0.0)]
         os.write(3, b"0")
         os.close(3)
         _relay(lanes)

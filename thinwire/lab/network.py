@@ -26,7 +26,7 @@ from thinwire.lab.program import (
     python_words,
 )
 from thinwire.lab.ranks import Event
-from thinwire.lab.topology import MTU, SUBNET, Host, HostLink, Topology, flat, load, make_link
+from thinwire.lab.topology import MTU, SUBNET, Host, HostLink, Topology, flat, load, make_link, make_tcp
 from thinwire.quantities import parse_time
 
 PRELOAD_SECONDS = 180.0
@@ -39,10 +39,12 @@ class Network:
             results = net.run(function, argument)     # on every host; one return value per rank
             print(results[0], results.traffic["host0"].sent)
 
-    `rate` sets both directions, `up` and `down` each; `latency` is one way, host to host; `mtu` is the largest
-    packet. `topology` is a TOML file (or a `Topology`) instead of all these. `preload` names modules to import
-    once, before ranks are forked for a function. `patience` is how long TCP in the hosts retries before it
-    reports a dead link.
+    `rate` sets both directions, `up` and `down` each; `latency` is one way, host to host; `loss` and `reorder` are
+    the chances that a packet is lost, or comes late; `mtu` is the largest packet. `congestion` is the hosts' congestion
+    control by name, `window` the bytes that a connection may have under way, `slow_start_after_idle` whether one that
+    has been silent starts slowly again. `topology` is a TOML file (or a `Topology`) instead of all these. `preload`
+    names modules to import once, before ranks are forked for a function. `patience` is how long TCP in the hosts
+    retries before it reports a dead link.
     """
 
     def __init__(
@@ -54,6 +56,10 @@ class Network:
         down: str | float | None = None,
         latency: str | float = 0.0,
         loss: str | float = 0.0,
+        reorder: str | float = 0.0,
+        congestion: str | None = None,
+        window: str | int | None = None,
+        slow_start_after_idle: bool = True,
         topology: str | Path | Topology | None = None,
         subnet: str = SUBNET,
         mtu: int = MTU,
@@ -65,9 +71,11 @@ class Network:
         elif topology is not None:
             self.topology = load(topology, subnet)
         else:
-            given = {"rate": rate, "up": up, "down": down}
+            given = {"rate": rate, "up": up, "down": down, "congestion": congestion, "window": window}
             table: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-            self.topology = flat(hosts, make_link(table | {"latency": latency, "loss": loss}, ""), subnet, mtu)
+            table |= {"latency": latency, "loss": loss, "reorder": reorder}
+            tcp = make_tcp(table | {"slow_start_after_idle": slow_start_after_idle})
+            self.topology = flat(hosts, make_link(table, ""), subnet, mtu, tcp)
         self.preload = tuple(preload)
         self._patience = parse_time(patience, "patience")
         self._rates: dict[str, HostLink] = dict(self.topology.links)

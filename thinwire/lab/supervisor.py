@@ -176,7 +176,7 @@ class Supervisor:
         private_mounts()
         show_processes()
         late = topology.delayed
-        netem = late and netem_exists()
+        netem = late and not topology.reordered and netem_exists()  # netem's reordering is of another kind
         self._wiring = Wiring(topology, netem, patience)
         self._delays = self._wiring.start_delays()
         notes = list(self._wiring.notes)

@@ -19,7 +19,8 @@ from typing import Any
 
 from thinwire.config.toml import read_toml
 from thinwire.errors import UsageError
-from thinwire.quantities import parse_loss, parse_rate, parse_time
+from thinwire.lab.tcp import DEFAULT, Tcp
+from thinwire.quantities import parse_bytes, parse_loss, parse_rate, parse_time
 
 SUBNET = "10.77.0.0/24"
 LONGEST_LATENCY = 10.0
@@ -35,6 +36,12 @@ class HostLink:
     down: float | None = None
     latency: float = 0.0  # seconds, one way, on the way up
     loss: float = 0.0  # probability per packet, on the way up
+    reorder: float = 0.0  # probability that a packet comes late, behind its followers, on the way up
+
+    @property
+    def delayed(self) -> bool:
+        """Whether it does anything to packets beside limiting their rate."""
+        return bool(self.latency or self.loss or self.reorder)
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class Topology:
     sites: dict[str, HostLink]
     prefix: int
     mtu: int = MTU  # bytes of a packet at most, IP header included
+    tcp: Tcp = DEFAULT  # settings of TCP in the hosts
 
     def __post_init__(self) -> None:
         low, high = MTUS
@@ -73,23 +81,31 @@ class Topology:
 
     def faster_than(self, rate: float) -> bool:
         """Whether a link with latency or loss may carry more than `rate` bit/s."""
-        late = [link for link in self.links.values() if link.latency or link.loss]
+        late = [link for link in self.links.values() if link.delayed]
         return any(way is None or way > rate for link in late for way in (link.up, link.down))
 
     @property
-    def lossy(self) -> bool:
-        return any(link.loss for link in self.links.values())
+    def by_packet(self) -> bool:
+        """Whether something happens to single packets, so that TCP must not hand over bundles of them."""
+        return self.reordered or any(link.loss for link in self.links.values())
+
+    @property
+    def reordered(self) -> bool:
+        """Whether packets may come late, behind their followers."""
+        return any(link.reorder for link in self.links.values())
 
     @property
     def delayed(self) -> bool:
-        return self.lossy or any(link.latency for link in self.links.values())
+        """Whether packets are delayed, lost or come late on any link."""
+        return any(link.delayed for link in self.links.values())
 
 
-def flat(hosts: int, link: HostLink, subnet: str = SUBNET, mtu: int = MTU) -> Topology:
-    """`hosts` hosts with equal links on one switch; `mtu` in bytes."""
+def flat(hosts: int, link: HostLink, subnet: str = SUBNET, mtu: int = MTU, tcp: Tcp = DEFAULT) -> Topology:
+    """`hosts` hosts with equal links on one switch; `mtu` in bytes; `tcp`: settings of the hosts."""
     if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
         raise UsageError(f"hosts {hosts!r}: allowed is a whole number from 1")
-    return _number([(f"host{i}", "lab", link) for i in range(hosts)], {"lab": HostLink()}, subnet, mtu)
+    placed = [(f"host{i}", "lab", link) for i in range(hosts)]
+    return _number(placed, {"lab": HostLink()}, subnet, mtu, tcp)
 
 
 def load(path: str | Path, subnet: str = SUBNET) -> Topology:
@@ -102,7 +118,7 @@ def load(path: str | Path, subnet: str = SUBNET) -> Topology:
 
 
 def make_link(table: dict[str, Any], where: str, default: HostLink | None = None) -> HostLink:
-    """A link from `rate` (both ways) or `up` and `down`, `latency` and `loss`, over a default; `where` is
+    """A link from `rate` (both ways) or `up` and `down`, `latency`, `loss` and `reorder`, over a default; `where` is
     what error messages put before the key."""
     default = default or HostLink()
     return HostLink(
@@ -110,10 +126,20 @@ def make_link(table: dict[str, Any], where: str, default: HostLink | None = None
         down=_rate(table, "down", where, default.down),
         latency=_latency(table["latency"], where) if "latency" in table else default.latency,
         loss=parse_loss(table["loss"], f"{where}loss") if "loss" in table else default.loss,
+        reorder=parse_loss(table["reorder"], f"{where}reorder") if "reorder" in table else default.reorder,
     )
 
 
-LINK_KEYS = {"rate", "up", "down", "latency", "loss"}
+LINK_KEYS = {"rate", "up", "down", "latency", "loss", "reorder"}
+TCP_KEYS = {"congestion", "window", "slow_start_after_idle"}
+
+
+def make_tcp(table: dict[str, Any]) -> Tcp:
+    """The settings of TCP among the keys of `table`, those of TCP_KEYS; others are left alone."""
+    given = {key: table[key] for key in TCP_KEYS & set(table)}
+    if "window" in given:
+        given["window"] = parse_bytes(given["window"], "window")
+    return Tcp(**given)
 
 
 def _rate(table: dict[str, Any], direction: str, where: str, default: float | None) -> float | None:
@@ -129,7 +155,7 @@ def _latency(value: Any, where: str) -> float:
 
 
 def _from_table(table: dict[str, Any], subnet: str) -> Topology:
-    _known(table, {"sites", "hosts", "mtu"}, "the file")
+    _known(table, {"sites", "hosts", "mtu"} | TCP_KEYS, "the file")
     sites = table.get("sites", {})
     if not isinstance(sites, dict) or not sites:
         raise UsageError("no [sites.NAME] table")
@@ -144,7 +170,7 @@ def _from_table(table: dict[str, Any], subnet: str) -> Topology:
     placed: list[tuple[str, str, HostLink]] = []
     for entry in entries:
         placed += _hosts(entry, inside, placed)
-    return _number(placed, uplinks, subnet, table.get("mtu", MTU))
+    return _number(placed, uplinks, subnet, table.get("mtu", MTU), make_tcp(table))
 
 
 def _uplink(site: dict[str, Any], name: str) -> HostLink:
@@ -171,7 +197,9 @@ def _hosts(
     return [(n, site, make_link(entry, f"host {n} ", inside[site])) for n in names]
 
 
-def _number(placed: list[tuple[str, str, HostLink]], uplinks: dict[str, HostLink], subnet: str, mtu: int) -> Topology:
+def _number(
+    placed: list[tuple[str, str, HostLink]], uplinks: dict[str, HostLink], subnet: str, mtu: int, tcp: Tcp
+) -> Topology:
     """Hand out addresses, in order."""
     try:
         network = ipaddress.IPv4Network(subnet)
@@ -188,7 +216,7 @@ def _number(placed: list[tuple[str, str, HostLink]], uplinks: dict[str, HostLink
             raise UsageError(f"the name {name!r} is used twice")
     addresses = network.hosts()
     hosts = tuple(Host(name, str(next(addresses)), site, link) for name, site, link in placed)
-    return Topology(hosts, uplinks, network.prefixlen, mtu)
+    return Topology(hosts, uplinks, network.prefixlen, mtu, tcp)
 
 
 def _known(table: Any, allowed: set[str], where: str) -> None:

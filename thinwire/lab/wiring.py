@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from thinwire.lab.delay import start_relay
+from thinwire.lab.delay import Delay, start_relay
 from thinwire.lab.namespaces import enter, new_network
 from thinwire.lab.netlink import Netlink, Traffic, index_of
 from thinwire.lab.shaping import bundle_packets, shape
+from thinwire.lab.tcp import apply
 from thinwire.lab.topology import MTU, Host, HostLink, Topology
 
 DEVICE = "eth0"  # every host's only way out
-CONGESTION = ("reno", "cubic")  # congestion control of the hosts: the last that can be set; reno always can
 _CORE = "core"
 
 
@@ -91,8 +91,8 @@ class Wiring:
         namespace = _new_network()
         inside = Netlink()
         inside.set_up(index_of("lo"))
-        self._choose_congestion_control()
-        self._give_up_after(self._patience)
+        for note in apply(self.topology.tcp, self._patience):
+            self._note(note)
         enter(self._core_namespace)
         above = f"host{number}"
         self._core.add_cable(above, DEVICE, self.topology.mtu, namespace, host.mac)
@@ -105,30 +105,6 @@ class Wiring:
         self._connect(host.name, cable, switch)
         inside.add_neighbours(device, ((h.address, h.mac) for h in self.topology.hosts if h is not host))
 
-    def _choose_congestion_control(self) -> None:
-        """In the host just entered, TCP uses the same congestion control on every machine that runs a lab.
-
-        A machine may be set to BBR, under which two hosts that send to each other over a slow link at once get half
-        of it and less, at random (docs/log.md): what is measured would be the machine's setting.
-        """
-        setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-        for name in CONGESTION:
-            with suppress(OSError):
-                setting.write_text(name)
-        if setting.read_text().strip() not in CONGESTION:
-            self._note("TCP's congestion control cannot be set: it is the machine's own")
-
-    def _give_up_after(self, seconds: float) -> None:
-        """In the host just entered, TCP reports a dead link after about `seconds` of unanswered retries.
-
-        The kernel's rule: it gives up after r doublings of a 0.2 s time-out, after 0.2 (2^(r+1) − 1) seconds.
-        """
-        retries = next(r for r in range(1, 16) if 0.2 * (2 ** (r + 1) - 1) >= seconds or r == 15)
-        try:
-            Path("/proc/sys/net/ipv4/tcp_retries2").write_text(str(retries))
-        except OSError as error:
-            self._note(f"tcp_retries2 cannot be set ({error.strerror}): a dead link shows after some 15 minutes")
-
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
@@ -136,7 +112,7 @@ class Wiring:
     def _connect(self, name: str, cable: _Cable, switch: str) -> None:
         """Attach a cable's upper end to a switch, through a user-space delay where netem is missing, and shape it."""
         self._cables[name] = cable
-        if (cable.link.latency or cable.link.loss) and not self._netem:
+        if cable.link.delayed and not self._netem:
             cable.extended, cable.plug = f"late{len(self._cables)}", f"plug{len(self._cables)}"
             self._core.add_cable(cable.extended, cable.plug, self.topology.mtu)
         for device in {cable.above, cable.extended or cable.above, cable.plug}:
@@ -147,8 +123,8 @@ class Wiring:
 
     def _shape(self, cable: _Cable) -> None:
         link = cable.link
-        late, mtu = self._netem and bool(link.latency or link.loss), self.topology.mtu
-        cable.below.set_bundle(cable.below_index, 1 if self.topology.lossy else bundle_packets(link.up, mtu))
+        late, mtu = self._netem and link.delayed, self.topology.mtu
+        cable.below.set_bundle(cable.below_index, 1 if self.topology.by_packet else bundle_packets(link.up, mtu))
         shape(cable.below, cable.below_index, link.up, link.latency, link.loss, netem=late, mtu=mtu)
         shape(self._core, cable.above_index, link.down, mtu=mtu)
 
@@ -157,7 +133,7 @@ class Wiring:
         late = [c for c in self._cables.values() if c.extended is not None]
         if not late:
             return None
-        return start_relay([(c.above, str(c.extended), c.link.latency, c.link.loss) for c in late])
+        return start_relay([Delay(c.above, str(c.extended), c.link.latency, c.link.loss, c.link.reorder) for c in late])
 
     def set_rate(self, name: str, up: float | None, down: float | None) -> None:
         """Change a link's rates; what waits in its queue is lost, and TCP sends it again."""

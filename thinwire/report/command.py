@@ -70,7 +70,8 @@ def report(runs: Sequence[Run], out: Path, rate: str | None = None) -> dict[str,
     pictures = {name: page.png(figure) for name, figure in drawn.items()}
     text = page.page(runs, summary, pictures, sections.captions(runs, drawn), timelines)
     _write({out: text.encode()} | {out.with_name(f"{out.stem}-{name}.png"): data for name, data in pictures.items()})
-    _show(summary)
+    links = {page.network(one) for one in runs}
+    _show(summary, links.pop() if len(links) == 1 else "")
     return _document(summary, steps)
 
 
@@ -88,8 +89,8 @@ def _timeline(
     spent = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in result.spent.items())
     words = (
         f"One pipeline, one band per rank: above what it computes, below what its port sends. Outlined in black: what "
-        f"the step waits for ({spent}). The network is the simulator's, at the run's rate; how long computing takes is "
-        f"fitted so that the step lasts the measured {result.makespan:.3g} s."
+        f"the step waits for ({spent}). The network is the simulator's, at the run's rate and latency, without loss; "
+        f"how long computing takes is fitted so that the step lasts the measured {result.makespan:.3g} s."
     )
     return (name, run.name, words), {"step_s": result.makespan, "critical_path_s": result.spent, "idle": result.bubble}
 
@@ -103,7 +104,8 @@ def _write(files: dict[Path, bytes]) -> None:
             raise UsageError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _show(summary: Summary) -> None:
+def _show(summary: Summary, links: str) -> None:
+    """Print the table; `links`: what the runs were on, "" where that is not known or differs."""
     from thinwire.report import page
 
     target = "–" if summary.target is None else f"{summary.target:.4g}"
@@ -113,7 +115,7 @@ def _show(summary: Summary) -> None:
          line.saving)
         for line in summary.lines
     ]  # fmt: skip
-    table("Runs", columns, rows, " ".join(page.headline(summary)))
+    table(f"Runs on {links}" if links else "Runs", columns, rows, " ".join(page.headline(summary)))
     for note in summary.notes:
         print(f"note: {note}")
 

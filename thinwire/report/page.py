@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from thinwire.quantities import show_bytes
-from thinwire.report.runs import CHANNELS, Run
+from thinwire.report.runs import CHANNELS, Run, number
 from thinwire.report.sections import SECTIONS, Section
 from thinwire.report.summary import Line, Summary, differences
 
@@ -91,11 +91,19 @@ def _about(runs: Sequence[Run]) -> str:
         words.append(f"{about['parameters']:,} parameters".replace(",", " "))
     if isinstance(about.get("samples"), int):
         words.append(f"{about['samples']} training samples")
-    if isinstance(about.get("rate"), int | float):
-        words.append(f"links of {about['rate'] / 1e6:.4g} Mbit/s")
+    words += [network(runs[0])] if network(runs[0]) else []
     commits = dict.fromkeys(str(run.about["commit"]) for run in runs if run.about.get("commit"))
     words += [f"commit {commit}" for commit in commits]
     return " · ".join(words)
+
+
+def network(run: Run) -> str:
+    """The run's links in words, as far as it records them: rate, latency one way, loss."""
+    known = {key: value for key in ("rate", "latency", "loss") if (value := number(run.about, key))}
+    words = [f"links of {known['rate'] / 1e6:.4g} Mbit/s"] if "rate" in known else []
+    words += [f"{1e3 * known['latency']:.4g} ms one way"] if "latency" in known else []
+    words += [f"{100 * known['loss']:.4g} % of packets lost"] if "loss" in known else []
+    return ", ".join(words)
 
 
 def _results(summary: Summary) -> str:

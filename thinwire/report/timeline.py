@@ -29,15 +29,19 @@ CLOSE = 1.001  # the fit's accuracy, as a ratio
 UNREADABLE = (OSError, json.JSONDecodeError, UnicodeDecodeError)
 
 
-def simulated(run: Run, rate: float | None = None, *, measured_at: str | None = None) -> Result:
-    """A step of the run, or of the same run at another rate (bit/s); UsageError says why there is none.
+def simulated(
+    run: Run, rate: float | None = None, latency: float | None = None, *, measured_at: str | None = None
+) -> Result:
+    """A step of the run, or of the same run at another rate (bit/s) and latency (seconds one way; None: its own).
+
+    UsageError says why there is none.
 
     `measured_at`: the network's rate, such as 100mbit, where the run did not record it. Without it a run that is asked
     for at another `rate` counts as measured on an unlimited network.
     """
     plan = fitted(run, measured_at=measured_at, elsewhere=rate is not None)
     assert plan.wire is not None
-    return predict(plan if rate is None else plan.at(rate), plan.wire)
+    return predict(plan if rate is None else plan.at(rate, latency), plan.wire)
 
 
 def fitted(run: Run, *, measured_at: str | None = None, elsewhere: bool = False) -> planner.Run:
@@ -72,7 +76,7 @@ def _document(run: Run, config: TrainConfig, rate: str | None) -> dict[str, Any]
         "schedule": {"name": mesh.schedule} | ({"virtual": mesh.virtual} if mesh.virtual else {}),
         "batch": {"microbatches": mesh.microbatches, "size": config.microbatch},
         "compute": {"flops": 1e9},
-        "network": {"rate": rate if recorded is None else recorded},
+        "network": {"rate": rate if recorded is None else recorded, "latency": number(run.about, "latency") or 0.0},
     }
 
 

@@ -1,4 +1,4 @@
-"""`thinwire bench link`: does an emulated link do what it says? Raw TCP, Gloo all-reduce, Gloo send."""
+"""`thinwire bench link --rates …`: does an emulated link do what it says? Raw TCP, Gloo all-reduce, Gloo send."""
 
 from __future__ import annotations
 
@@ -9,29 +9,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from thinwire.errors import UsageError
+from thinwire.bench.link.options import read_rates
 from thinwire.lab.network import Network
-from thinwire.quantities import parse_rate, parse_time, show_bytes, show_rate
+from thinwire.quantities import parse_time, show_bytes, show_rate
 from thinwire.terminal import progress, table, write_json
 
-RATES = "2mbit,10mbit,100mbit,1gbit"
 SMALLEST = 1_000_000  # bytes; below, what TCP and the rank's start cost would show
 PORT = 5001
 LIMIT = 120.0  # seconds for one transfer
 _WELCOME = b"ready"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the options of `thinwire bench link`."""
-    parser.add_argument("--rates", default=RATES, help="comma-separated (%(default)s)")
-    parser.add_argument("--latency", default="0ms", help="one-way delay between the two hosts (%(default)s)")
-    parser.add_argument("--seconds", default="2s", help="how long a transfer should take (%(default)s)")
-    parser.add_argument("--json", metavar="PATH")
-
-
 def run(args: argparse.Namespace) -> int:
-    """Carry out `thinwire bench link` as `args` says; the exit status."""
-    rates = [parse_rate(text, "rate") for text in args.rates.split(",")]
+    """Measure at every one of `args.rates`; the exit status."""
+    rates = read_rates(args.rates)
     seconds = parse_time(args.seconds, "seconds")
     tests: dict[str, Callable[[int], float]] = {
         "raw TCP": tcp,
@@ -44,8 +35,6 @@ def run(args: argparse.Namespace) -> int:
         progress("link", len(rates) * len(tests)) as advance,
     ):
         for rate in rates:
-            if rate is None:
-                raise UsageError("a link without a rate has nothing to be compared with")
             for host in net.hosts:
                 net.set_rate(host.name, rate)
             size = max(SMALLEST, round(rate / 8 * seconds))

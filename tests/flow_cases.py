@@ -1,0 +1,120 @@
+"""Cases of the tests of flows: what arrives over several flows is what was sent, to the bit."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+from rank_cases import check
+from torch import Tensor
+
+from thinwire.collectives.flows import LEAST, Flows
+from thinwire.collectives.groups import Metered
+from thinwire.torch_private.groups import known_groups
+
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.bool)
+BYTES = (0, 1, 3, LEAST - 1, LEAST, 2 * LEAST - 1, 2 * LEAST, 3 * LEAST + 1, 5 * LEAST + 7, 1_000_003)
+
+
+def message(source: int, to: int, number: int, nbytes: int) -> Tensor:
+    """What one rank sends to another, known to both."""
+    generator = torch.Generator().manual_seed(1000 * source + 100 * to + number)
+    dtype = DTYPES[number % len(DTYPES)]
+    data = torch.randint(0, 2, (nbytes,), generator=generator, dtype=torch.uint8)
+    if dtype is not torch.bool:
+        data = data * 255
+    return data[: nbytes // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def all_to_all_at_once(streams: int, metered: bool) -> None:
+    """Every rank sends messages of all sizes to every other, all posted at once: tags apart, and under one tag."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    flows = Flows(Metered(None) if metered else None, streams)
+    others = [peer for peer in range(size) if peer != rank]
+    works, received = [], []
+    for peer in others:
+        for number, nbytes in enumerate(BYTES):
+            expected = message(peer, rank, number, nbytes)
+            received.append((torch.zeros_like(expected), expected))
+            works += flows.irecv(received[-1][0], peer, number // 2)
+    for peer in others:
+        for number, nbytes in enumerate(BYTES):
+            works += flows.isend(message(rank, peer, number, nbytes), peer, number // 2)
+    for work in works:
+        work.wait()
+    for got, expected in received:
+        same = torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+        check(same, f"{streams} streams: {expected.nbytes} bytes of {expected.dtype} arrived as others")
+    flows.close()
+
+
+def one_stream_makes_no_group() -> None:
+    before = known_groups()
+    flows = Flows(None, 1)
+    check(known_groups() == before, f"{known_groups() - before} groups were made for one stream")
+    check(flows.groups == [dist.group.WORLD], f"the flow is {flows.groups}")
+    flows.close()
+    dist.barrier()
+
+
+def closing_frees_what_was_made() -> None:
+    before = known_groups()
+    flows = Flows(None, 3)
+    check(known_groups() == before + 2, f"{known_groups() - before} groups were made for three streams")
+    flows.close()
+    check(known_groups() == before, f"{known_groups() - before} groups are left")
+    dist.barrier()
+
+
+def a_lost_flow_is_an_error() -> None:
+    """One of three flows is cut while the others live: its ends raise, with the connection's words, and leave.
+
+    Who leaves closes its other flows too, so that nobody waits on those. This is the last case: no group is left.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sockets = open_sockets()
+    flows = Flows(None, 3)
+    made = sorted(open_sockets() - sockets)
+    dist.barrier()
+    if rank == 0:
+        for number in made[: len(made) // 2]:  # those of the first group made; the other one's live
+            with socket.socket(fileno=os.dup(number)) as flow:
+                if flow.type == socket.SOCK_STREAM and not flow.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    flow.shutdown(socket.SHUT_RDWR)
+    outgoing = torch.ones(8 * LEAST)
+    incoming = torch.empty_like(outgoing)
+    try:
+        works = flows.irecv(incoming, (rank - 1) % size) + flows.isend(outgoing, (rank + 1) % size)
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        words = ("onnection closed", "onnection reset", "roken pipe")
+        check(any(word in str(error) for word in words), f"it says {error}")
+        dist.destroy_process_group()
+    else:
+        check(rank != 0, "a flow was cut, and nothing was raised")
+
+
+def open_sockets() -> set[int]:
+    """The descriptors of this process that are sockets."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
+                found.add(int(entry))
+        except FileNotFoundError:
+            continue
+    return found
+
+
+CASES = [
+    functools.partial(all_to_all_at_once, 1, False),
+    functools.partial(all_to_all_at_once, 2, True),
+    functools.partial(all_to_all_at_once, 5, False),
+    one_stream_makes_no_group,
+    closing_frees_what_was_made,
+    a_lost_flow_is_an_error,
+]

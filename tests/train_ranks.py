@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from numba.core.dispatcher import Dispatcher
+from rounds import Log, recording
 
 from thinwire.pipeline.lane import AS_IS
 from thinwire.train.config.sections import TrainConfig, read_config
@@ -86,6 +87,23 @@ def norms(config: TrainConfig) -> list[float | None]:
     with mock.patch.object(trainer.parts.update, "apply", noting):
         trainer.fit()
     return found
+
+
+def rounds_of(config: TrainConfig) -> Log:
+    """A record of the whole run, with a mark before every step and behind the last."""
+    with recording() as (log, mark):
+        dist.init_process_group("gloo")
+        trainer = Trainer(config, say=lambda line: None)
+        step = trainer._train_step
+
+        def marked() -> None:
+            mark()
+            step()
+
+        with mock.patch.object(trainer, "_train_step", marked):
+            trainer.fit()
+        mark()
+    return log
 
 
 class Troubled(NamedTuple):

@@ -9,6 +9,7 @@ match by order.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,18 +21,28 @@ class Receives:
     """What every member will send: its buffer, and what to wait for; members that send nothing have no work."""
 
     buffers: list[Tensor]
-    works: dict[int, dist.Work] = field(default_factory=dict)
+    works: dict[int, list[dist.Work]] = field(default_factory=dict)
+
+
+class PointToPoint(Protocol):
+    """Messages between two members of a group, over one or more connections (flows.py)."""
+
+    def isend(self, x: Tensor, peer: int, tag: int = 0) -> list[dist.Work]:
+        """Send x to a member."""
+
+    def irecv(self, x: Tensor, peer: int, tag: int = 0) -> list[dist.Work]:
+        """Receive x from a member."""
 
 
 class Early:
     """The receives of one exchange that is made again and again, with messages of the same sizes.
 
-    group: the process group, of Gloo. first_tag: its messages have the tags from there on; no other exchange on the
-    group has them. tags: how many messages to every member the exchange has at most.
+    flows: between the members of a group of Gloo. first_tag: its messages have the tags from there on; no other
+    exchange on the group has them. tags: how many messages to every member the exchange has at most.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, first_tag: int, tags: int = 16) -> None:
-        self.group = group
+    def __init__(self, flows: PointToPoint, first_tag: int, tags: int = 16) -> None:
+        self.flows = flows
         self.first_tag = first_tag
         self.tags = tags
         self.next = 0  # which message of the exchange comes next
@@ -53,9 +64,7 @@ class Early:
         receives = Receives([torch.empty(n, dtype=torch.uint8) for n in sizes])
         for source, buffer in enumerate(receives.buffers):
             if source != rank and buffer.numel():
-                work = dist.irecv(buffer, group=self.group, group_src=source, tag=tag)
-                assert work is not None
-                receives.works[source] = work
+                receives.works[source] = self.flows.irecv(buffer, source, tag)
         return receives
 
     def take(self, tag: int, sizes: list[int], rank: int) -> Receives:

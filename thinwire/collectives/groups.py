@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.early import Early
+from thinwire.collectives.early import Early, PointToPoint
 from thinwire.collectives.transit import Transit
 from thinwire.torch_private.groups import is_known, known_groups, timeout_of
 
@@ -31,7 +31,8 @@ class Metered:
 
     group: the process group itself. sent: bytes so far. transit: keeps checksums of messages, if any. members: of this
     group by their rank, as transit numbers them; None: the same. early: posts receives before their messages are sent,
-    where messages have the same sizes every time.
+    where messages have the same sizes every time. flows: over which messages go on CPUs; None: the group's own
+    connections.
     """
 
     group: dist.ProcessGroup | Alone | None
@@ -39,6 +40,7 @@ class Metered:
     transit: Transit | None = None
     members: Sequence[int] | None = None
     early: Early | None = None
+    flows: PointToPoint | None = None
 
     def note(self, source: int, to: int, total: Tensor) -> None:
         """A message with that checksum went from rank `source` to rank `to`."""

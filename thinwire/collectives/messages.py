@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.codecs.base import raw_bytes
-from thinwire.collectives.early import Early
+from thinwire.collectives.early import Early, PointToPoint, Receives
 from thinwire.collectives.groups import Group, Metered, count_sent, unmetered, world
 from thinwire.collectives.transit import checksum_of
 from thinwire.steps import Steps, finish
@@ -43,13 +43,16 @@ class Swap:
         self.group = group
         self.size, self.rank = world(group)
         count_sent(group, sum(x.nbytes for x in outgoing) - outgoing[self.rank].nbytes)
-        self.early = group.early if isinstance(group, Metered) and outgoing[self.rank].device.type == "cpu" else None
+        own = group if isinstance(group, Metered) and outgoing[self.rank].device.type == "cpu" else None
+        self.early = None if own is None else own.early
         self.tag = 0 if self.early is None else self.early.tag()
         self.posted: list[tuple[list[int], list[dist.Work]]] = []
-        if self.early is None:
-            self._post()
+        if self.early is not None:
+            self._send(self.early.flows, self.early.take(self.tag, sizes, self.rank))
+        elif own is not None and own.flows is not None and self.size > 1:
+            self._send(own.flows, Early(own.flows, 0).post(0, sizes, self.rank))
         else:
-            self._send_early(self.early)
+            self._post()
 
     def arriving(self) -> Iterator[tuple[int, Tensor]]:
         """(member, what it sent here), own first."""
@@ -88,16 +91,14 @@ class Swap:
             works = dist.batch_isend_irecv(operations) if operations else []
             self.posted.append(([source for _, source in bucket], works))
 
-    def _send_early(self, early: Early) -> None:
-        receives = early.take(self.tag, self.sizes, self.rank)
+    def _send(self, flows: PointToPoint, receives: Receives) -> None:
+        """Send over the flows what belongs to receives that are posted."""
         self.incoming = receives.buffers
         for bucket in self._buckets():
-            works = [receives.works[source] for _, source in bucket if source in receives.works]
+            works = [work for _, source in bucket for work in receives.works.get(source, ())]
             for to, _ in bucket:
                 if self.outgoing[to].numel():
-                    work = dist.isend(self._leaving(to), group=early.group, group_dst=to, tag=self.tag)
-                    assert work is not None
-                    works.append(work)
+                    works += flows.isend(self._leaving(to), to, self.tag)
             self.posted.append(([source for _, source in bucket], works))
 
     def _leaving(self, to: int) -> Tensor:

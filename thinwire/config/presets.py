@@ -68,7 +68,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "embedding": {"collective": "quantized", "bits": 4, "memory": "error_feedback", "sync": "fused"},
     },
 }
-KEYS = ("preset", "forward", "backward", "gradient", "embedding", "auto")
+KEYS = ("preset", "forward", "backward", "gradient", "embedding", "auto", "streams")
 
 
 def written_out(table: Mapping[str, Any]) -> dict[str, Any]:

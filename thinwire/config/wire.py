@@ -16,6 +16,7 @@ from typing import Any
 from thinwire import codecs, memory
 from thinwire.codecs.base import Codec
 from thinwire.collectives import COLLECTIVES, Collective, Dense
+from thinwire.collectives.flows import MOST_STREAMS
 from thinwire.config.presets import written_out
 from thinwire.config.stages import Stages, check_stages
 from thinwire.errors import UsageError
@@ -115,6 +116,8 @@ class Wire:
     gradient: gradients between replicas: a Reduction, a collective, or (collective, memory).
     embedding: the gradient of a tied embedding between its two copies, likewise.
     auto: measure before the first step, and stay exact where that is as fast.
+    streams: TCP connections that a message is cut over, 1 to 64, for links on which one cannot fill the rate; "auto"
+        (in `thinwire train`): as many as the measured link needs.
     """
 
     forward: Link | None = None
@@ -122,6 +125,7 @@ class Wire:
     gradient: Reduction | None = None
     embedding: Reduction | None = None
     auto: bool = False
+    streams: int | str = 1
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
@@ -130,6 +134,16 @@ class Wire:
             object.__setattr__(self, name, _reduction(name, getattr(self, name)))
         if not isinstance(self.auto, bool):
             raise UsageError(f"[wire] auto = {self.auto!r}: must be true or false")
+        whole = isinstance(self.streams, int) and not isinstance(self.streams, bool)
+        if self.streams != "auto" and not (whole and 1 <= int(self.streams) <= MOST_STREAMS):
+            raise UsageError(f'[wire] streams = {self.streams!r}: allowed are 1 to {MOST_STREAMS}, and "auto"')
+
+    @property
+    def flows(self) -> int:
+        """How many streams; UsageError where nobody has decided it yet."""
+        if isinstance(self.streams, str):
+            raise UsageError('[wire] streams = "auto" is measured by `thinwire train`; here give a number')
+        return self.streams
 
     @staticmethod
     def of(wire: WireLike) -> Wire:

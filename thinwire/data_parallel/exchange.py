@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from thinwire.codecs.base import is_finite
 from thinwire.collectives.early import Early
+from thinwire.collectives.flows import Flows
 from thinwire.collectives.groups import ALONE, Group, Metered, unmetered, world
 from thinwire.collectives.messages import maximum
 from thinwire.collectives.sums import exact_mean_steps
@@ -31,12 +33,12 @@ class Exchange:
 
     shapes: of the tensors, by name, in declaration order. reduction: how they are averaged, over `group`. seed: of
     stochastic rounding and random choices, equal on all ranks. own_group: nobody else uses the group, now or later, so
-    the receives of the next step may be posted when this one's have arrived.
+    the receives of the next step may be posted when this one's have arrived. streams: flows per message (flows.py).
     """
 
     def __init__(
         self, shapes: Mapping[str, Shape], reduction: Reduction, group: Group = None, seed: int = 0,
-        own_group: bool = False,
+        own_group: bool = False, streams: int = 1,
     ) -> None:  # fmt: skip
         self.reduction = reduction
         self.size, rank = world(group)  # known also after the group is destroyed
@@ -51,6 +53,8 @@ class Exchange:
             for unit in self.units
         }  # fmt: skip
         own_group = own_group and self.size > 1
+        self.flows = Flows(self.group, streams)
+        self.group.flows = self.flows if streams > 1 else None
         self.flag_group = Metered(self.group.group)  # what is agreed on is no payload: counted apart, not checked
         if own_group:
             self.flag_group.early = self._early(2 * len(self.units))
@@ -58,7 +62,7 @@ class Exchange:
         for i, unit in enumerate(self.units) if own_group else ():
             for exact in (True, False) if reduction.collective.fixed_sizes else (True,):
                 early = self._early(2 * i + exact)
-                self.unit_groups[unit, exact] = Metered(self.group.group, transit=self.transit, early=early)
+                self.unit_groups[unit, exact] = replace(self.group, early=early)
         self.steps = 0  # ended, also those rolled back, and those of a loaded state
         self.resumed = 0  # of them, those of the loaded state
         self.averaged = 0  # values, in all of this exchange's own steps
@@ -159,6 +163,7 @@ class Exchange:
 
     def leave_group(self) -> None:
         """Nothing more is sent: the group, which another may destroy now, is not held any longer."""
+        self.flows.close()
         self.group = Metered(ALONE, self.sent)
         self.flag_group = Metered(ALONE)
         self.unit_groups.clear()
@@ -194,7 +199,7 @@ class Exchange:
 
     def _early(self, number: int) -> Early:
         """For one kind of message; every kind has tags of its own."""
-        return Early(unmetered(self.group), TAGS * number, TAGS)
+        return Early(self.flows, TAGS * number, TAGS)
 
     def _begin_step(self) -> None:
         for channel in self.channels.values():

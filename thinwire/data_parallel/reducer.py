@@ -78,7 +78,7 @@ class Reducer:
         self.reduction = wire.gradient or Reduction(Dense())
         self.loss_scale = scale or (lambda: 1.0)
         config = describe(self.reduction, "gradient") | {
-            "auto": repr(wire.auto), "seed": repr(seed), "nonfinite": repr(nonfinite),
+            "auto": repr(wire.auto), "streams": repr(wire.streams), "seed": repr(seed), "nonfinite": repr(nonfinite),
             "scaler": "none" if scale is None else "one", "shards": repr(world(shard_group)[0] if shard_group else 1),
         }  # fmt: skip
         check_agreement("thinwire", config | describe_parameters(self.parameters), group)
@@ -92,7 +92,8 @@ class Reducer:
         self.is_first = self.rank == 0 and (shards is None or world(shards)[1] == 0)  # of all ranks that agree
         precompile_averaging("gradients", self.reduction, self.parameters, self.size)
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        self.exchange = Exchange(shapes, self.reduction, ALONE if own is None else own, seed, own_group=True)
+        group = ALONE if own is None else own
+        self.exchange = Exchange(shapes, self.reduction, group, seed, own_group=True, streams=wire.flows)
         self.thread = CommunicationThread("thinwire gradients")
         self.checkpoint = RankState(self.exchange, self.rank, self.size)
         agreeing = tuple(g for g in (own, shards) if g is not None)

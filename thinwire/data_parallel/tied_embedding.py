@@ -47,14 +47,15 @@ class TiedEmbedding:
         self, parameter: nn.Parameter, wire: WireLike, ends: Group, replicas: Group = None, pair: Group = None, *,
         seed: int = 0, agrees: bool = True,
     ) -> None:  # fmt: skip
-        reduction = Wire.of(wire).embedding or Reduction(Dense())
+        wire = Wire.of(wire)
+        reduction = wire.embedding or Reduction(Dense())
         self.parameter = parameter
         self.ends = unmetered(ends)
         self.fused = reduction.sync == "fused"
         if not self.fused and (replicas is None or pair is None):
             raise UsageError("sync = 'separate' needs the groups of this stage's replicas and of the two copies")
         self.pair = Metered(unmetered(pair))
-        exact = Wire(gradient=replace(reduction, exact_dims=0, exclude=()))
+        exact = Wire(gradient=replace(reduction, exact_dims=0, exclude=()), streams=wire.streams)
         self.reducer = Reducer([(NAME, parameter)], exact, ends if self.fused else replicas, seed=seed, agrees=agrees)
         self.healed = 0
         self.finished = 0  # passes of this object; those of a loaded state are not among them

@@ -10,13 +10,14 @@ second step of a shape on all receives are posted there. Messages carry tags, si
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.flows import Flows
 from thinwire.pipeline.lane import Lane, Message
 from thinwire.pipeline.step_plan import StepPlan
 
@@ -30,14 +31,14 @@ class Receive:
     frame: the buffer it arrives in.
     shape, dtype: of the tensor in the frame.
     tag: of the frame; 0: it matches by order.
-    work: what to wait for, if it was posted early.
+    works: what to wait for, where torch does not: it was posted early, or goes over several flows.
     """
 
     frame: Tensor
     shape: tuple[int, ...]
     dtype: torch.dtype
     tag: int
-    work: dist.Work | None = None
+    works: list[dist.Work] = field(default_factory=list)
 
 
 @dataclass
@@ -61,6 +62,14 @@ def empty_receives(
         tag = message.tag(i)
         receives.append(Receive(lane.expect(message, i, shape, like), shape, like.dtype, tag))
     return receives
+
+
+def start_receive(receive: Receive, peer: int, group: Any, flows: Flows | None) -> list[dist.Work]:
+    """Post a receive from the (global) rank `peer`, over the flows or in the group; what to wait for."""
+    if flows is not None:
+        return flows.irecv(receive.frame, dist.get_group_rank(flows.groups[0], peer), receive.tag)
+    work = dist.irecv(receive.frame, peer, group, receive.tag)
+    return [] if work is None else [work]
 
 
 class EarlyReceives:
@@ -87,10 +96,10 @@ class EarlyReceives:
             likes = [op.tensor.new_empty(0) for op in ops]
             self.known[direction, microbatch] = LastReceive(peers, shapes, likes)
 
-    def post(self, plan: StepPlan, lanes: Mapping[str, Lane]) -> None:
+    def post(self, plan: StepPlan, lanes: Mapping[str, Lane], flows: Flows | None = None) -> None:
         """Post the step's receives as far as `LIMIT` goes, where its rows are those of the step before.
 
-        plan: the step's. lanes: incoming ones by direction.
+        plan: the step's. lanes: incoming ones by direction. flows: of the pipeline, where it has several.
         """
         if plan.rows is None or plan.rows != self.rows:
             return
@@ -104,7 +113,7 @@ class EarlyReceives:
             if any(receive.tag == 0 for receive in receives):
                 continue
             for receive, (peer, group) in zip(receives, last.peers):
-                receive.work = dist.irecv(receive.frame, peer, group, receive.tag)
+                receive.works = start_receive(receive, peer, group, flows)
             self.posted[direction, microbatch] = receives
 
     def take(self, direction: str, microbatch: int, shapes: list[tuple[int, ...]]) -> list[Receive] | None:

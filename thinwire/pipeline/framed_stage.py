@@ -17,7 +17,7 @@ from torch import Tensor
 
 from thinwire.collectives.groups import explicit
 from thinwire.errors import UsageError
-from thinwire.pipeline.early_receives import Receive, empty_receives
+from thinwire.pipeline.early_receives import Receive, empty_receives, start_receive
 from thinwire.pipeline.lane import Lane, is_refusal
 from thinwire.pipeline.overlap import AHEAD, Transport
 from thinwire.pipeline.planned_stage import PlannedStage
@@ -109,6 +109,11 @@ class FramedStage(PlannedStage):
         rebuilt = []
         for i, (op, x) in enumerate(zip(ops, tensors)):
             tag = message.tag(i)
+            if self.flows is not None:
+                frame = lane.send(message, i, x)
+                peer = dist.get_group_rank(self.flows.groups[0], op.peer)
+                self.sends.append((frame, self.flows.isend(frame, peer, tag)))
+                continue
             rebuilt.append(dist.P2POp(op.op, lane.send(message, i, x), op.peer, op.group, tag))
         return rebuilt
 
@@ -126,6 +131,10 @@ class FramedStage(PlannedStage):
             self._receives[direction, chunk] = early
             return []
         receives = self._expect(lane, direction, chunk, ops, shapes)
+        if self.flows is not None:
+            for op, receive in zip(ops, receives):
+                receive.works = start_receive(receive, op.peer, op.group, self.flows)
+            return []
         return [dist.P2POp(op.op, r.frame, op.peer, op.group, r.tag) for op, r in zip(ops, receives)]
 
     def _post_ahead(self, transport: Transport, lane: Lane, direction: str, chunk: int) -> None:
@@ -176,8 +185,8 @@ class FramedStage(PlannedStage):
         transport = self.transports.get((direction, "in"))
         with torch.no_grad(), nullcontext() if transport is None else transport.arrived(chunk):
             for receive in receives:
-                if receive.work is not None:
-                    receive.work.wait()
+                for work in receive.works:
+                    work.wait()
             if direction == "forward" and chunk == 0 and any(is_refusal(r.frame, r.dtype) for r in receives):
                 self._refuse(chunk, [(receive.shape, receive.dtype) for receive in receives], "")
             tensors = [lane.recv(message, i, r.frame, r.shape, r.dtype) for i, r in enumerate(receives)]
@@ -233,4 +242,8 @@ class FramedStage(PlannedStage):
         peer = dist.get_process_group_ranks(explicit(self.group))[self.rank_of[following]]
         for i, (shape, dtype) in enumerate(outputs):
             frame = lane.refusal(message, i, shape, torch.empty(0, dtype=dtype))
-            dist.send(frame, peer, self.group_towards(following), message.tag(i))
+            if self.flows is not None:
+                for work in self.flows.isend(frame, self.rank_of[following], message.tag(i)):
+                    work.wait()
+            else:
+                dist.send(frame, peer, self.group_towards(following), message.tag(i))

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.flows import Flows
 from thinwire.collectives.groups import explicit, subgroup, world
 from thinwire.errors import UsageError
 from thinwire.pipeline.lane import DIRECTIONS
@@ -38,11 +39,13 @@ class Transport:
     group: of the two ends.
     peer: the other end's rank in the group, 0 or 1.
     stream: on a GPU: where codecs run and receives are posted, so that they wait for no computation.
+    flows: over which frames go, where there are several.
     """
 
     group: dist.ProcessGroup | None
     peer: int
     stream: torch.cuda.Stream | None = None
+    flows: Flows | None = None
     sent: list[dist.Work] = field(default_factory=list)
     posted: dict[int, tuple[list[Tensor], list[dist.Work]]] = field(default_factory=dict)
     next: int = 0  # the micro-batch to post
@@ -124,18 +127,22 @@ class Transport:
             raise RuntimeError(f"frames of micro-batches {sorted(self.posted)} were expected and never asked for")
 
     def _start(self, operation: Callable[..., Any], frames: list[Tensor]) -> list[dist.Work]:
+        if self.flows is not None:
+            start = self.flows.isend if operation is dist.isend else self.flows.irecv
+            return [work for frame in frames for work in start(frame, self.peer)]
         operations = [dist.P2POp(operation, frame, group=self.group, group_peer=self.peer) for frame in frames]
         return dist.batch_isend_irecv(operations) if operations else []
 
 
 def make_transports(
-    stage: int, rank_of: Mapping[int, int], group: dist.ProcessGroup | None, device: torch.device
+    stage: int, rank_of: Mapping[int, int], group: dist.ProcessGroup | None, device: torch.device, streams: int = 1
 ) -> dict[tuple[str, str], Transport]:
     """(direction, "in" or "out") → transport, of the only stage of this rank. All ranks call it together.
 
     Every rank makes as many groups as the others, in the same order: of a boundary, or of itself alone.
 
     stage: this rank's. rank_of: stage → rank in the group. group: the ranks of the pipeline. device: this rank's.
+    streams: flows per transport.
     """
     size, rank = world(group)
     if sorted(rank_of.values()) != list(range(size)):
@@ -152,7 +159,8 @@ def make_transports(
             peer = rank_of[left + 1] if left == stage else rank_of[left]
             ranks = dist.get_process_group_ranks(explicit(group))
             stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-            transport = Transport(pair, dist.get_group_rank(pair, ranks[peer]), stream)
+            flows = Flows(pair, streams) if streams > 1 else None
+            transport = Transport(pair, dist.get_group_rank(pair, ranks[peer]), stream, flows)
             byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
             for work in transport._start(dist.isend if is_out else dist.irecv, byte):
                 work.wait()

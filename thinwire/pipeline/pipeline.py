@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.collectives.flows import Flows
 from thinwire.collectives.groups import world
 from thinwire.distributed.summary import Summary
 from thinwire.errors import UsageError
@@ -156,11 +157,15 @@ class Pipeline:
         """The first time, all ranks of the pipeline together."""
         if self.handshake is None:
             found = shake_hands(self.stages, self.group, self._options(), self.plan)
-            transports = None
+            streams = self.stages[0].wire.flows
+            transports = flows = None
             if self.overlap and world(self.group)[0] > 1:
-                transports = make_transports(self.stages[0].stage_index, found.rank_of, self.group, self.device)
+                first = self.stages[0].stage_index
+                transports = make_transports(first, found.rank_of, self.group, self.device, streams)
+            elif streams > 1:
+                flows = Flows(self.group, streams)
             for stage in self.stages:
-                stage.connect(found.connections[stage.stage_index], transports)
+                stage.connect(found.connections[stage.stage_index], transports, flows)
             modules = {stage.stage_index: stage.submod for stage in self.stages}
             self._shapes = Shapes(modules, found.rank_of, self.group, self.device)
             self.handshake = found
@@ -179,8 +184,7 @@ class Pipeline:
 
     def _close(self) -> None:
         for stage in self.stages:
-            for transport in stage.transports.values():
-                transport.finish()
+            stage.finish_sends()
         for lane in self.lanes():
             lane.resolve_checks()
 
@@ -258,9 +262,8 @@ class Pipeline:
 
     def _options(self) -> dict[str, str]:
         """What has to be equal on all ranks, in words."""
-        return {
-            "nonfinite": self.nonfinite, "evaluate": self.evaluate, "plan": str(self.plan), "overlap": str(self.overlap)
-        }  # fmt: skip
+        own = {"nonfinite": self.nonfinite, "evaluate": self.evaluate, "plan": self.plan, "overlap": self.overlap}
+        return {name: str(value) for name, value in own.items()} | {"streams": str(self.stages[0].wire.streams)}
 
     def _warn_of_shape(self) -> None:
         """Once after loading: this step had samples of the loaded stores, and none of them could be used."""

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from thinwire.collectives.flows import Flows
 from thinwire.config.wire import Wire
 from thinwire.errors import UsageError
 from thinwire.pipeline.announce import Announcement
@@ -85,6 +87,8 @@ class PlannedStage(OpenStage):
         self.lanes = Lanes()
         self.rank_of: dict[int, int] = {}
         self.transports: dict[tuple[str, str], Transport] = {}  # with overlap: frames travel on them, not by torch
+        self.flows: Flows | None = None  # with several streams: frames travel on them, not by torch
+        self.sends: list[tuple[Tensor, list[dist.Work]]] = []  # frames on the flows
         self.microbatches: int | None = None
         self.predicates: dict[str, Predicate] = {}
         self.announced: Announcement | None = None
@@ -106,10 +110,14 @@ class PlannedStage(OpenStage):
 
     # --- what a Pipeline calls
 
-    def connect(self, connections: Connections, transports: dict[tuple[str, str], Transport] | None) -> None:
-        """Take over what the handshake found, and with overlap the transports, by (direction, "in" or "out")."""
+    def connect(
+        self, connections: Connections, transports: dict[tuple[str, str], Transport] | None, flows: Flows | None
+    ) -> None:
+        """Take over what the handshake found, with overlap the transports, by (direction, "in" or "out"), and with
+        several streams the flows."""
         if transports is not None:
             self.transports = transports
+        self.flows = flows
         self.lanes = connections.lanes
         self.rank_of = connections.rank_of
         self._choices = connections.choices
@@ -135,13 +143,22 @@ class PlannedStage(OpenStage):
         for transport in self.transports.values():
             transport.begin()
         if self.plan is not None and self.plan.train and self._repeated and not self.transports:
-            self.early.post(self.plan, self.lanes.incoming)
+            self.early.post(self.plan, self.lanes.incoming, self.flows)
 
     def fill_gradients(self, value: float) -> None:
         """Set every gradient of the stage to `value`."""
         for parameter in self.submod.parameters():
             if parameter.grad is not None:
                 parameter.grad.fill_(value)
+
+    def finish_sends(self) -> None:
+        """Wait until every frame of the step has been sent."""
+        sends, self.sends = self.sends, []
+        for _, works in sends:
+            for work in works:
+                work.wait()
+        for transport in self.transports.values():
+            transport.finish()
 
     def end_step(self, failed: bool) -> None:
         """Close the step; `failed` where it ended in an exception."""

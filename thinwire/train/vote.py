@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import raw_bytes
 from thinwire.collectives.early import Early
+from thinwire.collectives.flows import Flows
 from thinwire.collectives.groups import ALONE, Metered, destroy, twin, world
 from thinwire.collectives.messages import gather
 from thinwire.collectives.transit import Transit
@@ -81,7 +82,7 @@ class Vote:
         self.exchanging = exchanging
         self.size, _ = world(None)
         group = twin(None) if self.size > 1 else None
-        self.group = Metered(ALONE if group is None else group, early=None if group is None else Early(group, 0))
+        self.group = Metered(ALONE) if group is None else Metered(group, early=Early(Flows(group, 1), 0))
 
     def tables(self, found: Sequence[Tensor | None]) -> Tensor:
         """A ballot's `tables` from those of this rank, None for kinds that it has no part in."""

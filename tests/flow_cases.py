@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -12,7 +13,7 @@ from rank_cases import check
 from torch import Tensor
 
 from thinwire.collectives.flows import LEAST, Flows
-from thinwire.collectives.groups import Metered
+from thinwire.collectives.groups import Metered, destroy, twin
 from thinwire.torch_private.groups import known_groups
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.bool)
@@ -70,20 +71,18 @@ def closing_frees_what_was_made() -> None:
 
 
 def a_lost_flow_is_an_error() -> None:
-    """One of three flows is cut while the others live: its ends raise, with the connection's words, and leave.
+    """Two of rank 0's connections are cut while the others live: it raises, with the connection's words.
 
-    Who leaves closes its other flows too, so that nobody waits on those. This is the last case: no group is left.
+    Who raises cuts its other flows, as a process that ends does, so that nobody waits on those.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    sockets = open_sockets()
-    flows = Flows(None, 3)
-    made = sorted(open_sockets() - sockets)
+    before = connections()
+    base = twin(None)
+    flows = Flows(base, 3)
+    made = sorted(connections() - before)
     dist.barrier()
     if rank == 0:
-        for number in made[: len(made) // 2]:  # those of the first group made; the other one's live
-            with socket.socket(fileno=os.dup(number)) as flow:
-                if flow.type == socket.SOCK_STREAM and not flow.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    flow.shutdown(socket.SHUT_RDWR)
+        cut(made[:2])
     outgoing = torch.ones(8 * LEAST)
     incoming = torch.empty_like(outgoing)
     try:
@@ -93,19 +92,31 @@ def a_lost_flow_is_an_error() -> None:
     except RuntimeError as error:
         words = ("onnection closed", "onnection reset", "roken pipe")
         check(any(word in str(error) for word in words), f"it says {error}")
-        dist.destroy_process_group()
+        cut(made)
     else:
         check(rank != 0, "a flow was cut, and nothing was raised")
+    dist.barrier()
+    flows.close()
+    destroy(base)
 
 
-def open_sockets() -> set[int]:
-    """The descriptors of this process that are sockets."""
-    found = set()
+def cut(numbers: list[int]) -> None:
+    """End these connections of this process."""
+    for number in numbers:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            one.shutdown(socket.SHUT_RDWR)
+
+
+def connections() -> set[int]:
+    """The descriptors of this process's connections to other ranks, those of the store left out."""
+    store, found = int(os.environ["MASTER_PORT"]), set()
     for entry in os.listdir("/proc/self/fd"):
         try:
-            if os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
-                found.add(int(entry))
-        except FileNotFoundError:
+            with socket.socket(fileno=os.dup(int(entry))) as one:
+                internet = one.family in (socket.AF_INET, socket.AF_INET6)
+                if internet and store not in (one.getsockname()[1], one.getpeername()[1]):
+                    found.add(int(entry))
+        except OSError:  # no socket, or one that is not connected
             continue
     return found
 

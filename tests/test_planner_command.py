@@ -294,6 +294,28 @@ def test_tied_embedding_costs_its_closed_form() -> None:
     assert predict(run, read_wire(coded)).messages[between].hop.nbytes == network.two_hop(nbytes, 2 * 2).nbytes
 
 
+def test_tied_embedding_by_rows() -> None:
+    """A step's rows down, their gradients up, and the owners' ring; it pays while both take less than V/D."""
+    run, between = small(), Send(Traffic.EMBEDDING, 0, 0)
+    used = run.model.rows(8 * 32)
+    assert [Model(8, 64, 32, 49152).rows(n) for n in (4096, 65536)] == [1148, 7156]
+    exact = predict(run, read_wire({"embedding": {"sync": "rows"}})).messages
+    assert exact[between].hop.nbytes == 2 * (16 + 4 * used * 64) + network.dense_ring(4 * 500 * 64, 2).nbytes
+    assert Send(Traffic.GRADIENT, 0, 1) not in exact
+    table = {"embedding": {"sync": "rows", "rows_codec": {"codec": "quantize", "bits": 4}}}
+    coded = 2 * (16 + codecs.Quantize(4).nbytes((used, 64), torch.float32))
+    assert sizes.rows_bytes(codecs.Quantize(4), used, 64) == coded
+    assert exact[between].hop.nbytes - predict(run, read_wire(table)).messages[between].hop.nbytes == (
+        sizes.rows_bytes(None, used, 64) - coded
+    )
+    wire = read_wire({"embedding": {"sync": "rows"}})
+    for replicas, most in ((1, 245), (2, 120), (4, 58)):
+        assert sizes.rows_pay(wire, most, 500, 64, replicas), replicas
+        assert not sizes.rows_pay(wire, 500 // (2 * replicas) + 1, 500, 64, replicas), replicas
+    quantized = read_wire({"embedding": {"collective": "quantized", "bits": 4, "sync": "rows"}})
+    assert sizes.rows_pay(quantized, 30, 500, 64, 1) and not sizes.rows_pay(quantized, 40, 500, 64, 1)
+
+
 def test_worth_names_the_set() -> None:
     choice, everything = worth(small(), preset("safe"))
     assert choice.result.makespan <= everything.makespan * (1 + 1e-9)

@@ -11,8 +11,11 @@ import torch.distributed as dist
 from numba.core.dispatcher import Dispatcher
 from rounds import Log, recording
 
+from thinwire.collectives.messages import gather
 from thinwire.pipeline.lane import AS_IS
+from thinwire.train.build import check
 from thinwire.train.config.sections import TrainConfig, read_config
+from thinwire.train.data.batches import Batches
 from thinwire.train.engine import Piped
 from thinwire.train.loop import Trainer
 from thinwire.train.model.tensor_parallel import saved_name
@@ -232,3 +235,49 @@ def without_measuring(configs: list[tuple[TrainConfig, bool]]) -> list[Decided]:
 
     with mock.patch.object(auto, "measure", refuse):
         return decided(configs)
+
+
+def used_rows(config: TrainConfig) -> list[list[int]]:
+    """Of every step, how many rows of the embedding each replica's batch uses."""
+    samples = check(config).samples
+    dp, every = config.mesh.dp, []
+    for replica in range(dp):
+        batches = Batches(samples, config.optim.batch, config.data.seed, replica, dp)
+        every.append([len(batches.next().inputs.unique()) for _ in range(config.optim.steps or 0)])
+    return [list(rows) for rows in zip(*every)]
+
+
+def spoilt_rows(config: TrainConfig) -> tuple[list[str], list[str], int, int]:
+    """Three steps, the second with a NaN in one first stage's gradient, the third after one owner's weight was changed:
+    what the second has changed of this rank's state, what the ends of a pair remember, or the owners hold, differently
+    at the end, how many steps were skipped, and how often owners were made equal."""
+    dist.init_process_group("gloo")
+    trainer = Trainer(config, say=lambda line: None)
+    update = trainer.parts.update
+
+    def state() -> dict[str, torch.Tensor]:
+        kept = update.state_dict() | {name: p.detach() for name, p in trainer.parts.named.items()}
+        counters = [name for name in kept if name.endswith("/step") and not name.startswith("optim/")]
+        return {name: value.clone() for name, value in kept.items() if name not in counters}
+
+    trainer._train_step()
+    before = state()
+    some = next(p for p in trainer.parts.named.values())
+    spoil = some.register_hook(lambda g: g.fill_(torch.nan)) if dist.get_rank() == 0 else None
+    trainer._train_step()
+    after = state()
+    if spoil is not None:
+        spoil.remove()
+    owner = update.tied
+    if owner is not None and dist.get_rank() == dist.get_world_size() - 1:
+        with torch.no_grad():
+            owner.parameter[5, 7] += 1
+    trainer._train_step()
+    assert update.rows is not None and update.rows.mirror is not None
+    held = [("mirror", update.rows.mirror, trainer.parts.mesh.pair)]
+    if owner is not None:
+        held.append(("weight", owner.parameter.detach(), trainer.parts.mesh.dp))
+    differ = [name for name, value, group in held if not torch.equal(*gather(value, group))]
+    changed = [name for name in before | after if not torch.equal(before[name], after[name])]
+    update.close()
+    return changed, differ, update.skips, owner.healed if owner is not None else 0

@@ -89,12 +89,12 @@ def explicit(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def new_group(
-    ranks: Sequence[int], among: dist.ProcessGroup | None = None, options: object = None
+    ranks: Sequence[int], among: dist.ProcessGroup | None = None, options: object = None, backend: str | None = None
 ) -> dist.ProcessGroup:
     """A new group of these (global) ranks, all of them members of `among`; only they need to call this.
 
-    options: the backend's (torch's pg_options). It waits as long for a rank as `among` does: torch would give it half
-    an hour, whatever the user said.
+    options: the backend's (torch's pg_options). backend: its name; None: the default group's. The group waits as long
+    for a rank as `among` does: torch would give it half an hour, whatever the user said.
 
     torch names such a group by its ranks and by how many groups a rank knows already: where ranks know different
     numbers, they would wait for each other for ever. So the members first agree on that number, over `among`, and
@@ -102,19 +102,24 @@ def new_group(
     """
     timeout = timeout_of(among)
     if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
-        return dist.new_group(list(ranks), timeout=timeout, pg_options=options)
+        return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
     known = known_groups()
     most = torch.tensor([known], device="cuda" if dist.get_backend(among) == "nccl" else "cpu")
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=among)
     for _ in range(int(most) - known):
         dist.new_group([dist.get_rank()], backend="gloo", timeout=timeout, use_local_synchronization=True)
-    return dist.new_group(list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True)
+    return dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+    )
 
 
-def twin(group: Group) -> dist.ProcessGroup:
-    """A second group of the same ranks: its order of collectives is not mixed with anybody else's."""
+def twin(group: Group, backend: str | None = None) -> dist.ProcessGroup:
+    """A second group of the same ranks: its order of collectives is not mixed with anybody else's.
+
+    backend: its name; None: the default group's.
+    """
     plain = unmetered(group)
-    return new_group(dist.get_process_group_ranks(explicit(plain)), plain)
+    return new_group(dist.get_process_group_ranks(explicit(plain)), plain, backend=backend)
 
 
 def subgroup(members: Sequence[int], group: dist.ProcessGroup, options: object = None) -> dist.ProcessGroup:

@@ -31,7 +31,7 @@ MEMORIES: dict[str, Callable[..., Memory]] = {
     )
 }  # fmt: skip
 WHEN = ("always", "epilogue", "critical")
-SYNCS = ("separate", "fused")
+SYNCS = ("separate", "fused", "rows")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ class Reduction:
     exclude: patterns of names, as of files (`*.bias`), whose parameters are always exact.
     exact_dims: parameters of at most so many dimensions are always exact (1: biases and norms; 0: none).
     unit_mb: the size in MB of the units that are exchanged while backward still runs.
-    sync: of a tied embedding: one exchange over both copies (fused), or one each and one between them (separate).
+    sync: of a tied embedding: one exchange over both copies (fused), one each and one between them (separate), or no
+        second copy: its owner sends the rows of a batch to the first stage, and gets their gradients back (rows).
+    rows_codec: of these rows' changes and gradients; None: they are exact.
     """
 
     collective: Collective
@@ -79,6 +81,7 @@ class Reduction:
     exact_dims: int = 1
     unit_mb: float = 25.0
     sync: str = "separate"
+    rows_codec: Codec | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.collective, Collective):
@@ -98,6 +101,8 @@ class Reduction:
             raise UsageError(f"unit_mb = {self.unit_mb!r}: must be positive")
         if self.sync not in SYNCS:
             raise UsageError(f"sync = {self.sync!r}: allowed are {', '.join(SYNCS)}")
+        if self.rows_codec is not None and (self.sync != "rows" or not isinstance(self.rows_codec, Codec)):
+            raise UsageError(f"rows_codec = {self.rows_codec!r}: must be a codec, and needs sync = 'rows'")
         patterns = (self.exclude,) if isinstance(self.exclude, str) else self.exclude
         if not isinstance(patterns, (tuple, list)) or not all(isinstance(p, str) for p in patterns):
             raise UsageError(f"exclude = {self.exclude!r}: must be patterns of names, such as '*.bias'")
@@ -197,7 +202,13 @@ def _reduction(name: str, given: Any) -> Reduction | None:
     table.setdefault("collective", "dense")
     own = {f.name: table.pop(f.name) for f in fields(Reduction)[2:] if f.name in table}
     kept = table.pop("memory", "error_feedback")
-    return _named(name, lambda: Reduction(make_collective(**table), _memory(kept), **own))
+
+    def build() -> Reduction:
+        if "rows_codec" in own:
+            own["rows_codec"] = _nested(own["rows_codec"])
+        return Reduction(make_collective(**table), _memory(kept), **own)
+
+    return _named(name, build)
 
 
 def _hint(given: Any) -> str:

@@ -3,6 +3,7 @@
 Fused (Optimus-CC): one reduction over {first, last} × replicas, 2D ranks; the mean times two is the sum of the two
 stages' gradients, averaged over replicas. It sends V(2D−1)/D values per rank; one reduction on each stage and one
 between them ("separate") send V(3D−2)/D. It is exact if its collective is. All ranks get the same bits either way.
+By rows there is one copy per replica, the owner's: one reduction over replicas, after tied_rows.py has added to it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class TiedEmbedding:
         schedule.step(…); tied.finish()               # .grad is the sum over both stages
 
     parameter: the copy. wire: its embedding section is used, or exact averaging where it has none.
-    ends: the process group of both stages over all replicas. replicas: of this stage over all replicas. pair: of both
-    stages in this replica. The last two are needed for sync = "separate" only.
+    ends: the process group of both stages over all replicas; by rows, of the owners. replicas: of this stage over all
+    replicas. pair: of both stages in this replica. The last two are needed for sync = "separate" only.
     seed: of stochastic rounding and of random choices, equal on all ranks. agrees: as of `Reducer`.
 
     UsageError where a group is missing, or ranks differ in configuration.
@@ -51,12 +52,13 @@ class TiedEmbedding:
         reduction = wire.embedding or Reduction(Dense())
         self.parameter = parameter
         self.ends = unmetered(ends)
-        self.fused = reduction.sync == "fused"
-        if not self.fused and (replicas is None or pair is None):
+        self.sync = reduction.sync
+        if self.sync == "separate" and (replicas is None or pair is None):
             raise UsageError("sync = 'separate' needs the groups of this stage's replicas and of the two copies")
         self.pair = Metered(unmetered(pair))
         exact = Wire(gradient=replace(reduction, exact_dims=0, exclude=()), streams=wire.streams)
-        self.reducer = Reducer([(NAME, parameter)], exact, ends if self.fused else replicas, seed=seed, agrees=agrees)
+        group = replicas if self.sync == "separate" else ends
+        self.reducer = Reducer([(NAME, parameter)], exact, group, seed=seed, agrees=agrees)
         self.healed = 0
         self.finished = 0  # passes of this object; those of a loaded state are not among them
 
@@ -77,9 +79,9 @@ class TiedEmbedding:
         if gradient is None:
             raise RuntimeError("the tied embedding has no gradient on any rank")
         self.finished += 1
-        if self.fused:
+        if self.sync == "fused":
             gradient.mul_(2)
-        else:
+        elif self.sync == "separate":
             gradient.copy_(all_reduce(gradient, self.pair))
 
     @property
@@ -93,8 +95,9 @@ class TiedEmbedding:
         return self._raw_per_step() * self.finished
 
     def _raw_per_step(self) -> int:
-        replicas = self.reducer.size // 2 if self.fused else self.reducer.size
-        return 4 * (self.parameter.numel() * (3 * replicas - 2) // replicas)
+        replicas = self.reducer.size // 2 if self.sync == "fused" else self.reducer.size
+        one = 4 * (self.parameter.numel() * (3 * replicas - 2) // replicas)
+        return 2 * one if self.sync == "rows" else one  # the first stage, which has no copy, would send as much
 
     def summary(self) -> Summary:
         """What the fused or compressed exchange has saved on this rank so far, beside `raw_sent`'s way."""

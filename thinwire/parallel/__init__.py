@@ -1,7 +1,7 @@
 """The public names of the adapters to torch, each imported from its room when it is first used.
 
-Data parallel: `compress_ddp`, `compress_fsdp`, `compress_trainer`, `Reducer`, `TiedEmbedding`, `all_reduce`,
-`read_state`. Pipeline: `CompressedStage`, `Pipeline`, `Plan`.
+Data parallel: `compress_ddp`, `compress_fsdp`, `compress_trainer`, `Reducer`, `TiedEmbedding`, `TiedRows`,
+`RowEmbedding`, `all_reduce`, `read_state`. Pipeline: `CompressedStage`, `Pipeline`, `Plan`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ _HOME = {
     "compress_fsdp": "thinwire.data_parallel.fsdp",
     "compress_trainer": "thinwire.data_parallel.trainers",
     "TiedEmbedding": "thinwire.data_parallel.tied_embedding",
+    "TiedRows": "thinwire.data_parallel.tied_rows",
+    "RowEmbedding": "thinwire.data_parallel.row_embedding",
     "all_reduce": "thinwire.data_parallel.all_reduce",
     "read_state": "thinwire.data_parallel.checkpoint",
     "CompressedStage": "thinwire.pipeline.stage",

@@ -51,6 +51,11 @@ class Model:
     def embedding_values(self) -> int:
         return self.vocab * self.hidden if self.tied else 0
 
+    def rows(self, tokens: int) -> int:
+        """How many rows of the embedding so many tokens use, as text does: 4.74·tokens^0.66, fitted to 1,148 for 4,096
+        tokens of WikiText-2 and 7,157 for 65,536 under a vocabulary of 49,152."""
+        return min(self.vocab, round(4.74 * tokens**0.66))
+
     def flops(self, stages: int, sequences: int) -> list[float]:
         """Floating-point operations of each stage's forward of `sequences`: 2 per weight and token, for attention
         4·seq·h per token and layer, and those of the logits."""

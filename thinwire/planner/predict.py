@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from thinwire.planner import sizes
@@ -22,7 +22,7 @@ OFF = Wire("off")
 def predict(run: Run, wire: Wire, cold: bool = False) -> Result:
     """The step under these settings. `cold`: no sample has been seen before, so deltas are sent whole."""
     packed = _step(run, wire, cold)
-    plain = _step(run, Wire(OFF.name, embedding=wire.embedding, fused=wire.fused), cold)
+    plain = _step(run, replace(wire, name=OFF.name, forward=None, backward=None, gradient=None), cold)
     sections = {Traffic.FORWARD: wire.forward, Traffic.BACKWARD: wire.backward}
     when = {traffic: setting.when for traffic, setting in sections.items() if setting}
     return choose_by(plain, packed, when, wire.gradient.stages if wire.gradient else 1.0).result
@@ -51,7 +51,7 @@ def _step(run: Run, wire: Wire, cold: bool) -> Step:
         lambda send: hops[send.traffic, send.stage],
         gradients,
         _embedding(run, wire),
-        wire.fused,
+        _together(wire),
         run.machine,
         max((hop.wire for hop in hops.values()), default=0.0),
         lambda send: _port(run, send),
@@ -106,7 +106,7 @@ def _gradients(run: Run, wire: Wire, stage: int) -> list[Hop]:
     members = [_rank(run, d, run.schedule.rank_of[stage]) for d in range(run.dp)]
     shapes = _slices(run, run.model.stage(stage, run.schedule.stages))
     hops = [_collective(run, wire.gradient, unit, members) for unit in units(shapes)]
-    if run.model.embedding_values() and stage in _ends(run) and not (wire.fused and _tied_apart(run)):
+    if run.model.embedding_values() and stage in _ends(run) and not (_together(wire) and _tied_apart(run)):
         hops.append(_collective(run, wire.embedding, _tied(run), members))
     return hops
 
@@ -121,13 +121,34 @@ def _tied_apart(run: Run) -> bool:
 
 
 def _embedding(run: Run, wire: Wire) -> Hop | None:
-    """Between first and last stage: over all 2D ranks at once, or over the two after each has its sum."""
+    """Between first and last stage: over all 2D ranks at once, or over the two after each has its sum; by rows, the
+    gradients' way up, the owners' sum and the rows' way down."""
     if not run.model.embedding_values() or not _tied_apart(run):
         return None
+    if wire.by_rows:
+        return _by_rows(run, wire)
     replicas = range(run.dp) if wire.fused else range(1)
     ends = (run.schedule.rank_of[0], run.schedule.rank_of[-1])
     members = [_rank(run, d, rank) for d in replicas for rank in ends]
     return _collective(run, wire.embedding, _tied(run), members)
+
+
+def _together(wire: Wire) -> bool:
+    """Is all of the tied embedding's exchange counted between the stages, and nothing on each?"""
+    return wire.fused or wire.by_rows
+
+
+def _by_rows(run: Run, wire: Wire) -> Hop:
+    last = run.schedule.stages - 1
+    owners = [_rank(run, d, run.schedule.rank_of[-1]) for d in range(run.dp)]
+    reduced = _collective(run, wire.embedding, _tied(run), owners)
+    used = run.model.rows(run.sequences * run.model.seq * run.schedule.microbatches)
+    codec = sizes.build(wire.rows_codec) if wire.rows_codec else None
+    nbytes = sizes.rows_bytes(codec, used, run.model.hidden)
+    link = run.network.link(*_apart(run, 0, last))
+    return reduced._replace(
+        nbytes=reduced.nbytes + nbytes, wire=reduced.wire + link.occupied(nbytes) + 2 * link.latency
+    )
 
 
 def _collective(run: Run, setting: Setting | None, shapes: list[Shape], members: list[int]) -> Hop:

@@ -39,6 +39,8 @@ class Wire:
     gradient: Setting | None = None
     embedding: Setting | None = None
     fused: bool = False  # the tied embedding in one exchange
+    by_rows: bool = False  # its rows travel, and its owners reduce it
+    rows_codec: Mapping[str, Any] | None = None
 
 
 def preset(name: str) -> Wire:
@@ -50,14 +52,18 @@ def read_wire(table: Mapping[str, Any], name: str = "run.toml") -> Wire:
     """A `[wire]` table, called `name` in results; with `auto` it is planned at the strongest level."""
     importlib.import_module("thinwire.config.wire").Wire.of(table)  # a mistake is a UsageError
     rest = {kind: dict(section) for kind, section in written_out(table).items() if kind != "auto"}
-    sync = rest.get("embedding", {}).pop("sync", "separate")
+    embedding = rest.get("embedding", {})
+    sync = embedding.pop("sync", "separate")
+    rows_codec = embedding.pop("rows_codec", None)
     return Wire(
         name,
         _setting(rest.get("forward", {}), "codec"),
         _setting(rest.get("backward", {}), "codec"),
         _setting(rest.get("gradient", {}), "collective"),
-        _setting(rest.get("embedding", {}), "collective"),
+        _setting(embedding, "collective"),
         sync == "fused",
+        sync == "rows",
+        rows_codec,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from thinwire.planner import network
 from thinwire.planner.model import Shape, values
 from thinwire.planner.network import Cost
-from thinwire.planner.settings import Setting
+from thinwire.planner.settings import Setting, Wire
 from thinwire.registry import plain_name
 
 FP32 = 4
@@ -81,6 +81,30 @@ def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: 
     table = {"codec": "quantize", "bits": setting.args["bits"]} if "bits" in setting.args else setting.args["codec"]
     form = network.gather if setting.name == "gather" else network.two_hop
     return Cost(), form(coded(build(table), (n,)), ranks)
+
+
+def rows_bytes(codec: Codec | None, rows: int, width: int) -> int:
+    """Bytes of so many rows of a tied embedding on their way down, as changes, and of their gradients on their way up.
+
+    codec: of both; None: they are exact.
+    """
+    frame: int = importlib.import_module("thinwire.codecs.frame").BYTES
+    if codec is None:
+        return 2 * (frame + FP32 * rows * width)
+    return 2 * frame + codec.nbytes_onto((rows, width), _fp32()) + coded(codec, (rows, width))
+
+
+def rows_pay(wire: Wire, rows: int, vocabulary: int, width: int, replicas: int) -> bool:
+    """Does a tied embedding by rows take fewer bytes than fused, of those that a step waits for one after another?
+
+    By rows: gradients up, the owners' reduction over replicas, rows down. Fused: one reduction over both ends of all
+    replicas. rows: how many a replica's batch uses.
+    """
+    table: list[Shape] = [(vocabulary, width)]
+    codec = build(wire.rows_codec) if wire.rows_codec else None
+    owners = sum(reduction(wire.embedding, table, replicas), Cost())
+    fused = sum(reduction(wire.embedding, table, 2 * replicas), Cost())
+    return rows_bytes(codec, rows, width) + owners.nbytes < fused.nbytes
 
 
 def _sparse(setting: Setting, n: int, ranks: int) -> Cost:

@@ -11,14 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.collectives import Dense
+from thinwire.config.presets import written_out
 from thinwire.config.stages import SLACK, chosen_stages
-from thinwire.config.wire import Reduction, Wire
+from thinwire.config.wire import Link, Reduction, Wire
 from thinwire.data_parallel.precompile import try_exchange
+from thinwire.data_parallel.tied_rows import TiedRows
 from thinwire.distributed.config_check import check_agreement
 from thinwire.distributed.precompile import precompile
 from thinwire.errors import UsageError
+from thinwire.memory import Delta, Plain
 from thinwire.pipeline.message_choice import Plan
 from thinwire.pipeline.precompile import try_link
+from thinwire.planner.settings import read_wire
+from thinwire.planner.sizes import rows_pay
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.data.batches import Batches
 from thinwire.train.data.samples import Samples, make_samples
@@ -30,7 +35,7 @@ from thinwire.train.model import tensor_parallel as tensor
 from thinwire.train.model.blueprint import Blueprint, build_stages, named_parameters, plan_model
 from thinwire.train.model.families import read_supported
 from thinwire.train.model.stage import Stage
-from thinwire.train.tune.auto import Decision, check_auto, decide, forms, is_asked
+from thinwire.train.tune.auto import Decision, check_auto, decide, forms, is_asked, is_kept
 from thinwire.train.tune.layer_times import cut_by_time
 from thinwire.train.tune.selection import select, with_fitting_rank
 from thinwire.train.update import Update
@@ -109,6 +114,66 @@ def _with_embedding(wire: Wire, config: TrainConfig, blueprint: Blueprint) -> Wi
     return replace(wire, embedding=given)
 
 
+def _used_rows(config: TrainConfig, blueprint: Blueprint, samples: Samples) -> int:
+    """How many rows of the embedding a replica's first batch uses at most; 0 where there are no two copies that train.
+    The same on all ranks, also of a resumed run."""
+    rank_of = config.mesh.plan().rank_of
+    if not blueprint.config.tie_word_embeddings or rank_of[0] == rank_of[-1] or config.model.lora is not None:
+        return 0
+    replicas = config.mesh.dp
+    batches = [Batches(samples, config.optim.batch, config.data.seed, r, replicas) for r in range(replicas)]
+    return max(len(one.peek_inputs().unique()) for one in batches)
+
+
+def _pays(table: Mapping[str, Any], config: TrainConfig, blueprint: Blueprint, used: int) -> bool:
+    """Would a tied embedding by rows send less than fused under this `[wire]` table?"""
+    vocabulary, width = blueprint.shapes[blueprint.family.embedding]
+    return used > 0 and rows_pay(read_wire(table), used, vocabulary, width, config.mesh.dp)
+
+
+def _with_rows(
+    config: TrainConfig, wire: Wire, blueprint: Blueprint, kept: Tensor | None, used: int
+) -> tuple[TrainConfig, Wire]:
+    """With `auto` a fused embedding goes by rows where that sends less, unless the run was begun otherwise."""
+    given = wire.embedding
+    if not wire.auto or given is None or given.sync != "fused" or config.mesh.tp > 1 or is_kept(config, kept):
+        return config, wire
+    if not _pays(config.wire, config, blueprint, used):
+        return config, wire
+    tables = written_out(config.wire)
+    tables["embedding"] = {**tables["embedding"], "sync": "rows"}
+    return replace(config, wire=tables), replace(wire, embedding=replace(given, sync="rows"))
+
+
+def _where_rows_pay(
+    wire: Wire, table: Mapping[str, Any], config: TrainConfig, blueprint: Blueprint, used: int,
+    say: Callable[[str], None],
+) -> Wire:  # fmt: skip
+    """A tied embedding by rows is fused instead where that sends less. table: what the wire was made of."""
+    if wire.embedding is None or wire.embedding.sync != "rows" or _pays(table, config, blueprint, used):
+        return wire
+    if used:
+        total = blueprint.shapes[blueprint.family.embedding][0]
+        say(f"[wire.embedding] sync = 'rows': a batch uses {used} of {total} rows, so fused sends less and is used")
+    return replace(wire, embedding=replace(wire.embedding, sync="fused", rows_codec=None))
+
+
+def _tie_by_rows(
+    config: TrainConfig, wire: Wire, mesh: Mesh, stages: Mapping[int, Stage], named: dict[str, nn.Parameter]
+) -> TiedRows | None:
+    """This rank's end, if it has one; the first stage's copy is no parameter of this rank any more."""
+    assert wire.embedding is not None
+    for stage in stages.values():
+        if stage.tied is not None:
+            weight = named[stage.tied]
+            held = stage.tie_by_rows()
+            if held is not None:
+                del named[stage.family.embedding]
+            codec = wire.embedding.rows_codec
+            return TiedRows(held or weight, mesh.pair, codec=codec, seed=config.run.seed, tell=False)
+    return None
+
+
 def build(config: TrainConfig, checked: Checked, say: Callable[[str], None], kept: Tensor | None = None) -> Parts:
     """What this rank trains with; called by all ranks together.
 
@@ -123,18 +188,23 @@ def build(config: TrainConfig, checked: Checked, say: Callable[[str], None], kep
     cut = mesh.tp if config.mesh.tp > 1 else None
     stages = build_stages(blueprint, mine, config.run.seed, config.run.device, config.run.recompute, cut)
     named = tensor.local_parameters(named_parameters(stages))
-    wire = with_fitting_rank(checked.wire, named, say)
-    _precompile(config, wire, stages, named, say)
-    decision = decide(config, wire, mesh, stages, named, kept, say)
+    used = _used_rows(config, blueprint, samples)
+    asked, wire = _with_rows(config, with_fitting_rank(checked.wire, named, say), blueprint, kept, used)
+    _precompile(asked, wire, stages, named, say)
+    decision = decide(asked, wire, mesh, stages, named, kept, say, used)
     if decision is not None and wire.auto:
         wire = _with_embedding(with_fitting_rank(Wire.of(decision.wire), named, say), config, blueprint)
+    table = asked.wire if decision is None else decision.wire
+    wire = _where_rows_pay(wire, table, config, blueprint, used, say)
+    blueprint = replace(blueprint, by_rows=wire.embedding is not None and wire.embedding.sync == "rows")
+    rows = _tie_by_rows(config, wire, mesh, stages, named) if blueprint.by_rows else None
     plan = Plan(config.mesh.schedule, sends=None if decision is None else decision.picked())
     engine: Alone | Piped = (
         Alone(config, stages[0])
         if config.mesh.pp == 1
         else Piped(config, wire, plan, mesh, stages, len(samples.train), say)
     )
-    update = Update(config, select(config, wire, decision, stages, named), mesh, named, _tied(stages))
+    update = Update(config, select(config, wire, decision, stages, named), mesh, named, _tied(stages), rows)
     steps = total_steps(config.optim, batches.steps_per_epoch)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
 
@@ -156,6 +226,9 @@ def _precompile(
     for reduction in (*kinds["gradient"], *kinds["embedding"]):
         if reduction is not None:
             calls.append(partial(try_exchange, reduction, shapes, like.dtype))
+            if reduction.rows_codec is not None:
+                rows = [Link(reduction.rows_codec, memory) for memory in (Delta("native", gate=False), Plain())]
+                calls += [partial(try_link, link, (some.config.hidden_size,), like.dtype) for link in rows]
     precompile("the wire", calls, like, say)
 
 

@@ -20,12 +20,14 @@ from torch import Tensor
 from thinwire.errors import UsageError
 from thinwire.train.build import Checked, Parts, build, check
 from thinwire.train.checkpoint import CHECKPOINTS, Checkpoints, refuse_second_run
+from thinwire.train.config.families import HEAD
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.data.batches import Batch, held_out_batches
 from thinwire.train.learning_rate import rate
 from thinwire.train.metrics import Metrics, say_unreadable
 from thinwire.train.model.tensor_parallel import concerns, plain_name, read_back, saved_name
 from thinwire.train.publish import publish
+from thinwire.train.rows import fetch_rows, lend_rows, offer_rows
 from thinwire.train.stop import StopRequest
 from thinwire.train.totals import NUMBERS, Totals
 from thinwire.train.vote import Ballot, Vote
@@ -115,6 +117,7 @@ class Trainer:
         update, passes = self.parts.update, self.config.optim.accumulate
         update.zero_grad()
         batch = self.parts.batches.next()
+        fetch_rows(update.rows, batch.inputs)
         parts = _parts(batch, passes)
         following = [part.ids for part in parts[1:]] + [self._next_ids()]
         done = [None] * (passes - 1) + [update.begin]
@@ -133,6 +136,8 @@ class Trainer:
         update.apply(lr, norm, skipped)
         self.agreed_to_stop = any(ballot.stop for ballot in ballots)
         self.step += 1
+        if self.step < self.steps:
+            offer_rows(update.rows, self.parts.batches.peek_inputs())
         took = time.perf_counter() - began
         self.seconds += took
         self._write(
@@ -152,9 +157,11 @@ class Trainer:
         mesh = self.parts.mesh
         before = self.totals.state()
         losses = []
-        for batch in held_out_batches(self.parts.samples, self.config.optim.batch, mesh.replica, mesh.config.dp):
-            parts = _parts(batch, self.config.optim.accumulate)
-            losses.append(([self.parts.engine.run(part, False) for part in parts], batch.labelled))
+        batches = list(held_out_batches(self.parts.samples, self.config.optim.batch, mesh.replica, mesh.config.dp))
+        with lend_rows(self.parts.update.rows, (batch.inputs for batch in batches)):
+            for batch in batches:
+                parts = _parts(batch, self.config.optim.accumulate)
+                losses.append(([self.parts.engine.run(part, False) for part in parts], batch.labelled))
         held_out = self.totals.mean_loss(losses)
         self.totals.leave_out(before)
         if not math.isnan(held_out):
@@ -188,6 +195,8 @@ class Trainer:
         if self.config.run.device == "cuda":
             state[f"{own}/rng on card"] = torch.cuda.get_rng_state()
         state |= {f"data/{name}": torch.tensor(value) for name, value in self.parts.batches.state_dict().items()}
+        if self.parts.blueprint.by_rows:  # also under the name of the copy that is not there, for runs that have it
+            state |= _renamed(state, HEAD, self.parts.blueprint.family.embedding)
         state["cut"] = self._cut()
         if self.parts.decision is not None:
             state[DECISION] = self.parts.decision.pack()
@@ -248,6 +257,12 @@ class Trainer:
         layers = self.parts.blueprint.layers
         mesh = self.config.mesh
         return torch.tensor([mesh.pp, mesh.tp, *(run.stop for run in layers), *mesh.plan().rank_of])
+
+
+def _renamed(state: dict[str, Tensor], name: str, other: str) -> dict[str, Tensor]:
+    """What belongs to a parameter in a checkpoint, under another parameter's name."""
+    own = [key for key in state if plain_name(key) == f"model/{name}" or key.startswith(f"optim/{name}/")]
+    return {key.replace(name, other, 1): state[key] for key in own}
 
 
 def _parts(batch: Batch, passes: int) -> list[Batch]:

@@ -22,6 +22,7 @@ from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.frozen_adam import FrozenAdam
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.data_parallel.tied_embedding import TiedEmbedding
+from thinwire.data_parallel.tied_rows import TiedRows
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.learning_rate import groups
 from thinwire.train.mesh import Mesh, groups_of_ends, groups_of_replicas
@@ -35,10 +36,13 @@ Named = dict[str, nn.Parameter]
 class Update:
     """Owns the reducer, the tied embedding and the optimisers of this rank's parameters.
 
-    named: the parameters by name. tied: the name of this rank's copy of a tied embedding, None without one.
+    named: the parameters by name. tied: the name of this rank's copy of a tied embedding, None without one. rows: this
+    end of a tied embedding by rows; its copy is then the owner's.
     """
 
-    def __init__(self, config: TrainConfig, wire: Wire, mesh: Mesh, named: Named, tied: str | None) -> None:
+    def __init__(
+        self, config: TrainConfig, wire: Wire, mesh: Mesh, named: Named, tied: str | None, rows: TiedRows | None = None
+    ) -> None:
         self.config = config
         self.mesh = mesh
         self.named = named
@@ -47,18 +51,19 @@ class Update:
         self.frozen: FrozenAdam | None = None
         self.reducer: Reducer | None = None
         self.tied: TiedEmbedding | None = None
+        self.rows = rows
         self.adam: torch.optim.AdamW | None = None
         if config.optim.name == "frozen_adam" and rest:
             self.frozen = _frozen_adam(config, wire, mesh, rest)
         elif rest:
             self.reducer = Reducer(rest.items(), wire, mesh.dp, seed=config.run.seed, agrees=False)
         if tied is not None:
-            groups_of_tied = (mesh.ends, mesh.dp, mesh.pair)
+            groups_of_tied = (mesh.ends if rows is None else mesh.dp, mesh.dp, mesh.pair)
             self.tied = TiedEmbedding(named[tied], wire, *groups_of_tied, seed=config.run.seed, agrees=False)
         by_adam = named if self.frozen is None else {name: p for name, p in named.items() if name == tied}
         if by_adam:
             self.adam = torch.optim.AdamW(groups(config.optim, by_adam), **_moments(config), foreach=True)
-        once = {n: p for n, p in named.items() if n != tied or mesh.is_first}
+        once = {n: p for n, p in named.items() if n != tied or mesh.is_first or rows is not None}
         self.counted_once = [p for p in once.values() if dim_cut(p) is not None or not mesh.shard]
         self.begun = False  # the exchange of this step's gradients
         self.skips = 0
@@ -70,14 +75,21 @@ class Update:
         if not self.begun:
             self.begun = True
             self.last_norm = float(_squares(self.reducer.parameters.values()).sqrt()) if self.reducer else None
+            if self.rows is not None:
+                self.rows.send_gradients()
+            waits = None if self.rows is None or self.tied is None else self.tied.reducer  # for these gradients
             for reducer in self._reducers().values():
-                for unit in reversed(reducer.units):
+                for unit in reversed(reducer.units if reducer is not waits else []):
                     reducer.ready(unit)
 
     def exchanged(self) -> bool:
         """Wait for the exchange; did this rank see nothing wrong with it? The ranks vote on it, and call `apply`."""
         self.begin()
         began = time.perf_counter()
+        if self.rows is not None and self.tied is not None:
+            self.rows.add_gradients()
+            for unit in reversed(self.tied.reducer.units):
+                self.tied.reducer.ready(unit)
         good = self.reducer.exchanged() if self.reducer is not None else True
         if self.tied is not None:
             good &= self.tied.exchanged()
@@ -106,7 +118,8 @@ class Update:
     def heal_tied(self, checksums: Sequence[int]) -> None:
         """Make the copies of a tied embedding equal where they are not: `checksums` of all ranks."""
         if self.tied is not None:
-            mine = next(ranks for ranks in groups_of_ends(self.config.mesh) if dist.get_rank() in ranks)
+            members = groups_of_ends if self.rows is None else groups_of_replicas
+            mine = next(ranks for ranks in members(self.config.mesh) if dist.get_rank() in ranks)
             if len({checksums[rank] for rank in mine}) > 1:
                 assert self.adam is not None
                 self.tied.heal(value for _, value in sorted(self.adam.state[self.tied.parameter].items()))
@@ -125,6 +138,8 @@ class Update:
         self.begun = False
         for reducer in self._reducers().values():
             reducer.settle(skipped)
+        if self.rows is not None:
+            (self.rows.rollback if skipped else self.rows.commit)()
         if skipped:
             self.skips += 1
             return
@@ -142,6 +157,8 @@ class Update:
     def close(self) -> None:
         for reducer in self._reducers().values():
             reducer.close()
+        if self.rows is not None:
+            self.rows.close()
 
     # --- what it has sent, for the metrics
 
@@ -152,7 +169,7 @@ class Update:
 
     @property
     def embedding_sent(self) -> int:
-        return self.tied.sent if self.tied else 0
+        return (self.tied.sent if self.tied else 0) + (self.rows.sent if self.rows else 0)
 
     @property
     def raw_sent(self) -> int:
@@ -182,6 +199,8 @@ class Update:
             saved = self.frozen.state_dict()
             out |= {f"{self._momentum}/{name}": value for name, value in saved["wire"].items()}
             out["frozen"] = torch.tensor(self.frozen.frozen)
+        if self.rows is not None:
+            out |= {f"{self._rows}/{name}": value for name, value in self.rows.state_dict().items()}
         return out
 
     def load_state_dict(self, state: dict[str, Tensor], compression: bool = True) -> None:
@@ -198,6 +217,8 @@ class Update:
             own = _under(f"{prefix}/", state)
             if own and compression:
                 reducer.load_state_dict(own)
+        if self.rows is not None:
+            self.rows.load_state_dict(_under(f"{self._rows}/", state) if compression else {})
         if self.frozen is not None:
             whole = self.frozen.state_dict()
             if compression:
@@ -213,13 +234,19 @@ class Update:
         if kind in self._reducers():
             reducer = self._reducers()[kind]
             return concerns(rest, reducer.rank, reducer.size)
-        return name == "frozen" or (kind == self._momentum and concerns(rest, *reversed(world(self.mesh.dp))))
+        if kind == self._momentum:
+            return concerns(rest, *reversed(world(self.mesh.dp)))
+        return name == "frozen" or kind == self._rows
 
     # --- inside
 
     @property
     def _momentum(self) -> str:
         return f"momentum-{self.mesh.place}"
+
+    @property
+    def _rows(self) -> str:
+        return f"rows-{self.mesh.replica}"
 
     def _scale(self, factor: float) -> None:
         for parameter in self.named.values():

@@ -79,6 +79,10 @@ class Batches:
         """The ids of the batch that `next` would return; the position stays."""
         return torch.from_numpy(self.samples.ids[self._step()[self._mine]])
 
+    def peek_inputs(self) -> Tensor:
+        """[rows, seq]: the token ids of the batch that `next` would return; the position stays."""
+        return self.samples.rows(self._step()[self._mine])[0]
+
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "index": self.index, **self._settings()}
 

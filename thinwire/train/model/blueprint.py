@@ -33,6 +33,7 @@ class Blueprint:
     model: ModelConfig
     config: Any  # transformers'
     layers: tuple[range, ...]  # of each stage
+    by_rows: bool = False  # a tied embedding is the last stage's
 
     @property
     def stages(self) -> int:
@@ -59,6 +60,8 @@ class Blueprint:
     def stage_of(self, name: str) -> int:
         """The stage that holds (and saves) a parameter of the full model."""
         root, part, *rest = name.split(".")
+        if self.by_rows and name == self.family.embedding:
+            return self.stages - 1
         if root == self.family.root and part == self.family.layers:
             return next(i for i, run in enumerate(self.layers) if int(rest[0]) in run)
         return 0 if root == self.family.root and part in self.family.embeddings else self.stages - 1

@@ -30,14 +30,17 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.
 def export_weights(stage: Stage) -> dict[str, Tensor]:
     """What this stage contributes to the saved model, on the CPU: its weights, or its adapters where it has any.
 
-    A tied head is not among them: the first stage saves it as the embedding.
+    A tied head is not among them, since the first stage saves it as the embedding; by rows the last stage does so.
     """
     named = dict(stage.named_parameters())
     adapters = {saved_name(name): weight for name, weight in named.items() if ".lora_" in name}
     if adapters or not any(weight.requires_grad for weight in named.values()):
         return {name: _whole(weight) for name, weight in adapters.items()}
     if stage.config.tie_word_embeddings:
-        named.pop(HEAD, None)
+        head = named.pop(HEAD, None)
+        if stage.by_rows:
+            named.pop(stage.family.embedding, None)
+            named |= {} if head is None else {stage.family.embedding: head}
     return {name: _whole(weight) for name, weight in named.items()}
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from thinwire.data_parallel.row_embedding import RowEmbedding
 from thinwire.train.config.families import FAMILIES, HEAD
 
 
@@ -36,6 +37,7 @@ class Stage(nn.Module):
         self.recompute = recompute
         self.needs_input_grad = index > 0  # false too where nothing before this stage is trained
         self.tied = self._tied_copy()
+        self.by_rows = False  # the last stage's copy of a tied embedding is the only one
         self.add_module(self.family.root, self._body(full.get_submodule(self.family.root)))
         if self.is_last:
             self.lm_head: nn.Linear = full.lm_head
@@ -55,6 +57,17 @@ class Stage(nn.Module):
         if hasattr(whole, "rotary_emb"):  # its frequencies are computed, not stored: made here, off the meta device
             body.add_module("rotary_emb", type(whole.rotary_emb)(config=self.config))
         return body
+
+    def tie_by_rows(self) -> RowEmbedding | None:
+        """From now on the last stage owns the tied embedding. On the first stage: what stands in place of its copy."""
+        self.by_rows = True
+        if not self.is_first:
+            return None
+        body = self.get_submodule(self.family.root)
+        held = RowEmbedding(body.get_submodule(self.family.embeddings[0]))  # type: ignore[arg-type]
+        body.add_module(self.family.embeddings[0], held)
+        self.tied = None
+        return held
 
     @property
     def is_first(self) -> bool:

@@ -33,7 +33,7 @@ from thinwire.train.model.stage import Stage
 from thinwire.train.tune.timing import WAYS, Measured, measure
 
 KINDS = ("gradient", "embedding", "backward", "forward")  # relaxed in this order: what costs most quality comes first
-KEPT = ("warmup", "exclude", "exact_dims", "unit_mb", "sync")  # of the given section, at every level
+KEPT = ("warmup", "exclude", "exact_dims", "unit_mb", "sync", "rows_codec")  # of the given section, at every level
 Table = dict[str, Any]
 
 
@@ -67,6 +67,11 @@ def is_asked(wire: Wire) -> bool:
     return wire.auto or critical or (wire.gradient is not None and wire.gradient.stages == SLACK)
 
 
+def is_kept(config: TrainConfig, kept: Tensor | None) -> bool:
+    """Is the decision in a checkpoint one for this mesh and wire?"""
+    return kept is not None and Decision.unpack(kept).run == _run(config)
+
+
 def check_auto(wire: Wire) -> None:
     """UsageError where a wire with `auto` also names messages or stages, which `auto` chooses."""
     for name, link in (("forward", wire.forward), ("backward", wire.backward)):
@@ -78,18 +83,18 @@ def check_auto(wire: Wire) -> None:
 
 def decide(
     config: TrainConfig, wire: Wire, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter],
-    kept: Tensor | None, say: Callable[[str], None],
+    kept: Tensor | None, say: Callable[[str], None], rows: int,
 ) -> Decision | None:  # fmt: skip
     """The decision, the same on all ranks, which call it together; None where nothing is left to the planner.
 
-    kept: the decision in the checkpoint, which is used again if mesh and wire are the same.
+    kept: the decision in the checkpoint, which is used again if mesh and wire are the same. rows: how many rows of a
+    tied embedding a batch uses.
     """
     if not is_asked(wire):
         return None
-    found = None if kept is None else Decision.unpack(kept)
-    if found is not None and found.run == _run(config):
-        return found
-    measured = measure(config, forms(config, wire), mesh, stages, named)
+    if kept is not None and is_kept(config, kept):
+        return Decision.unpack(kept)
+    measured = measure(config, forms(config, wire), mesh, stages, named, rows)
     made = decision(config, wire, level_tables(config), measured) if dist.get_rank() == 0 else None
     chosen = Decision(**broadcast_json(None if made is None else asdict(made)))
     say(describe(chosen))
@@ -121,7 +126,7 @@ def decision(config: TrainConfig, wire: Wire, tables: Mapping[str, list[Table]],
     """The decision that follows from what was measured, on whichever rank.
 
     tables: what `level_tables` returned."""
-    fused = wire.embedding is not None and wire.embedding.sync == "fused"
+    fused = wire.embedding is not None and wire.embedding.sync in ("fused", "rows")
 
     def step(levels: Mapping[str, int]) -> Step:
         return measured.step(config.mesh.plan(), levels, fused)
@@ -183,6 +188,7 @@ def describe(chosen: Decision) -> str:
             parts[at] += f"{sum(kind == way for kind, _, _ in chosen.sends)} messages"
     if "stages" in wire.get("gradient", {}):
         parts[2] += f" of stages {chosen.stages or 'none'}"
+    parts[3] += " by rows" if wire.get("embedding", {}).get("sync") == "rows" else ""
     kinds = [part for part in parts if part.split()[0] in chosen.measured["size"]]
     speeds = [rate for way in rates.values() for rate in way if rate]
     links = f", links of {show_rate(min(speeds))}" if speeds else ""

@@ -20,6 +20,7 @@ from thinwire.distributed.values import gather_json
 from thinwire.pipeline.lane import Lane, Message
 from thinwire.planner.actions import Schedule
 from thinwire.planner.network import LinkSpeed
+from thinwire.planner.sizes import rows_bytes
 from thinwire.planner.step import Hop, Send, Step, Traffic, Work
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.engine import autocast
@@ -75,9 +76,12 @@ class Measured:
 
 
 def measure(
-    config: TrainConfig, settings: Settings, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter]
-) -> Measured:
-    """Measure; all ranks call it together and measure at the same time, as they will train."""
+    config: TrainConfig, settings: Settings, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter],
+    rows: int,
+) -> Measured:  # fmt: skip
+    """Measure; all ranks call it together and measure at the same time, as they will train.
+
+    rows: how many rows of a tied embedding a batch uses."""
     device = next(next(iter(stages.values())).parameters()).device
     mine: dict[str, Any] = {"compute": {i: _compute(config, stage) for i, stage in sorted(stages.items())}}
     mine["links"] = _links(config, mesh, device)
@@ -93,7 +97,7 @@ def measure(
         }
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)
     if tied is not None:
-        mine["embedding"] = _embedding(tuple(named[tied].shape), settings["embedding"], mesh, device)
+        mine["embedding"] = _embedding(tuple(named[tied].shape), settings["embedding"], mesh, device, rows)
     links = [[way, stage, speed.rate, speed.latency] for (way, stage), speed in mine["links"].items()]
     everyone = [_numbered(part) for part in gather_json({**mine, "links": links})]
     return _merged(len(config.mesh.plan().rank_of), everyone)
@@ -188,12 +192,17 @@ def _shapes(stage: Stage, named: Mapping[str, nn.Parameter]) -> dict[str, tuple[
 
 
 def _embedding(
-    shape: tuple[int, ...], settings: Sequence[Reduction | None], mesh: Mesh, device: torch.device
+    shape: tuple[int, ...], settings: Sequence[Reduction | None], mesh: Mesh, device: torch.device, rows: int
 ) -> list[tuple[float, float]]:
-    """The tied one's over both its stages and all replicas, or over replicas and then between the two."""
+    """The tied one's over both its stages and all replicas, or over replicas and then between the two; by rows, over
+    replicas, and `rows` up and down, which take as long as they do where both ends send at once."""
     settings = [replace(setting, exact_dims=0, exclude=()) if setting else None for setting in settings]
     if any(setting.sync == "fused" for setting in settings if setting):
         return exchanges({"tied": shape}, settings, mesh.ends, device)
     apart = exchanges({"tied": shape}, settings, mesh.dp, device)
+    if any(setting.sync == "rows" for setting in settings if setting):
+        [(sent, took)] = exchanges({"rows": (rows, shape[1])}, [None], mesh.pair, device)
+        travel = [rows_bytes(setting.rows_codec if setting else None, rows, shape[1]) for setting in settings]
+        return [(n + both, seconds + took * both / sent) for (n, seconds), both in zip(apart, travel)]
     [(sent, took)] = exchanges({"tied": shape}, [None], mesh.pair, device)
     return [(nbytes + sent, seconds + took) for nbytes, seconds in apart]

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -216,3 +216,39 @@ class Pass:
         elif self.scale != 1:
             mean *= self.scale
         return mean
+
+
+class GradientWatch:
+    """Finds out which gradients are final while backward still runs, so that they can be sent at once.
+
+    A gradient is final when it has been added to as often as in the step before: once per micro-batch, or more often
+    where two stages share the parameter. The first step only counts. Whatever is not final so is when backward has
+    ended.
+
+    parameters: each with its name and whoever takes its gradient.
+    """
+
+    def __init__(self, parameters: Mapping[Tensor, tuple[str, Callable[[str, Tensor | None], None]]]) -> None:
+        self.counts: Counter[Tensor] = Counter()
+        self.usual: Mapping[Tensor, int] = {}
+        self.parameters = parameters
+        self.hooks = [p.register_post_accumulate_grad_hook(self._added) for p in parameters]
+
+    def end_backward(self) -> None:
+        """All gradients of the step are complete."""
+        self.usual = dict(self.counts)
+        self.counts.clear()
+
+    def close(self) -> None:
+        """Watch no more."""
+        for hook in self.hooks:
+            hook.remove()
+
+    def _added(self, parameter: Tensor) -> None:
+        self.counts[parameter] += 1
+        usual = self.usual.get(parameter, 0)
+        name, take = self.parameters[parameter]
+        if self.counts[parameter] == usual:
+            take(name, parameter.grad)
+        elif usual and self.counts[parameter] > usual:
+            raise RuntimeError(f"{name} got more gradients than in the step before, after it was sent")

@@ -180,7 +180,7 @@ class Reducer:
 
     def finish(self) -> bool:
         """Exchange what is left, wait, and set every .grad to its mean. False: the step was rolled back."""
-        self._put_missing()
+        self.put_rest()
         for name, mean in self.collect().items():
             store_gradient(self.parameters[name], mean)
         return not self.skipped
@@ -196,7 +196,7 @@ class Reducer:
 
     def exchanged(self) -> bool:
         """For agrees = False: as `finish`, but nothing is kept before `settle`; False: this rank saw a fault."""
-        ending = self._put_missing()
+        ending = self.put_rest()
         self.thread.wait()
         for name, (unit, span, shape) in self.setup.places.items():
             store_gradient(self.parameters[name], ending.unit_means[unit][span].view(shape))
@@ -212,7 +212,8 @@ class Reducer:
         """uint8 on the CPU: checksums of this rank's messages since the last one (collectives/transit.py)."""
         return self.exchange.transit.table(self.step_state.device).cpu()
 
-    def _put_missing(self) -> Pass:
+    def put_rest(self) -> Pass:
+        """The gradients of the pass that were not put yet: those in .grad."""
         self.put_all({})
         assert self.current_pass is not None
         self.put_all(self._gradients(self.current_pass.missing_names()))

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from thinwire.collectives.groups import destroy
 from thinwire.collectives.messages import maximum
 from thinwire.pipeline.announce import Announcement, Announcer
-from thinwire.pipeline.lane import Lane
-from thinwire.pipeline.mirror_check import Comparison, MirrorCheck
+from thinwire.pipeline.mirror_check import Comparison, Digests, MirrorCheck, SampleLane
 
 
 class Control:
@@ -24,16 +23,17 @@ class Control:
 
     group: the ranks of the pipeline; nobody else sends in it, unless on GPUs. root: the rank of the first stage.
     device: where messages of the group have to be. sample_lanes: this rank's lanes with per-sample memory in boundary
-    order, each with the rank of its other end.
+    order.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, root: int, device: torch.device, sample_lanes: list[tuple[Lane, int]]
+        self, group: dist.ProcessGroup | None, root: int, device: torch.device, sample_lanes: list[SampleLane]
     ) -> None:
         self.group = group
         self.device = device
         self.sample_lanes = sample_lanes
         self.announcer = Announcer(group, root, device)
+        self.digests = Digests(group, device)
         self._comparison: Comparison | None = None  # of the next step's mirrors, under way
 
     def open(self, own: Announcement | str | None, next_certain: bool) -> Announcement:
@@ -61,13 +61,14 @@ class Control:
         return comparison.finish()
 
     def prepare_next(self, announced: Announcement) -> None:
-        """This step has ended: compare mirrors for the next one, if it is known."""
+        """All messages of this step have come: compare mirrors for the next one, if it is known. They are those that
+        will be there if this step counts; if it does not, `restart` has to be called."""
         if announced.ahead:
             ids = self.announcer.announce_next(None).ids
             self._comparison = None if ids is None else self._compare(ids)
 
     def restart(self) -> None:
-        """All ranks have loaded other mirrors: what was compared of the next step's does not hold."""
+        """All ranks have gone back to other mirrors: what was compared of the next step's does not hold."""
         if self._comparison is not None:
             self._comparison.wait()
             self._comparison = None
@@ -82,4 +83,4 @@ class Control:
         return bool(maximum(torch.tensor([count], device=self.device), self.group))
 
     def _compare(self, ids: Sequence[int]) -> Comparison:
-        return Comparison(self.sample_lanes, ids, self.group, self.device)
+        return Comparison(self.sample_lanes, ids, self.digests)

@@ -28,6 +28,7 @@ from thinwire.pipeline.control import Control
 from thinwire.pipeline.dropout import find_dropout
 from thinwire.pipeline.lane import Lane
 from thinwire.pipeline.message_choice import MessageChoice, Plan
+from thinwire.pipeline.mirror_check import SampleLane
 from thinwire.pipeline.planned_stage import Connections, Lanes, PlannedStage
 from thinwire.planner.step import Traffic
 
@@ -231,17 +232,17 @@ def _lanes(stage: PlannedStage, rank_of: Mapping[int, int], rank: int, owner: st
     return lanes
 
 
-def _sample_lanes(connections: Mapping[int, Connections], rank_of: Mapping[int, int]) -> list[tuple[Lane, int]]:
-    """The lanes whose two ends remember samples, in boundary order, each with the rank of its other end."""
-    found: list[tuple[int, Lane, int]] = []  # boundary s → s + 1, lane, rank
+def _sample_lanes(connections: Mapping[int, Connections], rank_of: Mapping[int, int]) -> list[SampleLane]:
+    """The lanes whose two ends remember samples, in boundary order; boundary s is between stages s and s + 1."""
+    found: list[SampleLane] = []
     for s, connection in connections.items():
         arriving = connection.lanes.incoming.get("forward")
         leaving = connection.lanes.outgoing.get("forward")
         if arriving is not None and arriving.per_sample:
-            found.append((s - 1, arriving, rank_of[s - 1]))
+            found.append(SampleLane(arriving, s - 1, rank_of[s - 1]))
         if leaving is not None and leaving.per_sample:
-            found.append((s, leaving, rank_of[s + 1]))
-    return [(lane, peer) for _, lane, peer in sorted(found, key=lambda entry: entry[0])]
+            found.append(SampleLane(leaving, s, rank_of[s + 1]))
+    return sorted(found, key=lambda one: one.boundary)
 
 
 def _choices(stage: PlannedStage, plan: Plan, ranks: int) -> dict[str, MessageChoice]:

@@ -52,8 +52,8 @@ class Pipeline:
     plan: for when = "critical".
     scale: gives the loss scale of the step, so that residuals are kept in the gradient's own unit.
     samples: in the data set; for the estimate of the stores' size.
-    row: the shape of one sample's activation. With it the estimate is made before the first step (a disk without room
-    for the stores is then an error), and kernels are compiled here; without it after the first step, and when needed.
+    row: the shape of one sample's activation. With it that estimate and the kernels are made before the first step (a
+    disk without room for the stores is then an error).
     say: takes the lines about stores and kernels.
     overlap: frames travel while the stages compute (overlap.py).
     """
@@ -158,12 +158,10 @@ class Pipeline:
         if self.handshake is None:
             found = shake_hands(self.stages, self.group, self._options(), self.plan)
             streams = self.stages[0].wire.flows
-            transports = flows = None
-            if self.overlap and world(self.group)[0] > 1:
-                first = self.stages[0].stage_index
-                transports = make_transports(first, found.rank_of, self.group, self.device, streams)
-            elif streams > 1:
-                flows = Flows(self.group, streams)
+            overlaps = self.overlap and world(self.group)[0] > 1
+            place = self.stages[0].stage_index, found.rank_of, self.group, self.device
+            transports = make_transports(*place, streams) if overlaps else None
+            flows = Flows(self.group, streams) if streams > 1 and not overlaps else None
             for stage in self.stages:
                 stage.connect(found.connections[stage.stage_index], transports, flows)
             modules = {stage.stage_index: stage.submod for stage in self.stages}
@@ -187,6 +185,9 @@ class Pipeline:
             stage.finish_sends()
         for lane in self.lanes():
             lane.resolve_checks()
+        self._prefetch.join()
+        if self.announced is not None and self.device.type == "cpu":
+            self._handshake().control.prepare_next(self.announced)
 
     @property
     def faults(self) -> list[str]:
@@ -201,11 +202,13 @@ class Pipeline:
         for fault in self.faults[:3]:
             logger.warning("step %d is rolled back: %s", announced.step, fault)
         self._end(keep=announced.train and not skipped, count=skipped, failed=False)
-        if skipped and announced.train:
-            self.skips += 1
-            for stage in self.stages:
+        if skipped:
+            self.skips += announced.train
+            for stage in self.stages if announced.train else ():
                 stage.fill_gradients(torch.nan if self.nonfinite == "nan" else 0.0)
-        self.handshake.control.prepare_next(announced)
+            self.handshake.control.restart()
+        elif self.device.type != "cpu":
+            self.handshake.control.prepare_next(announced)
 
     def _end(self, keep: bool, count: bool, failed: bool) -> None:
         """Commit or roll back on this rank; `count` and `failed` as of Lane.end_step and PlannedStage.end_step."""
@@ -216,10 +219,9 @@ class Pipeline:
                 ending.callback(stage.end_step, failed)
             for lane in self.lanes():
                 ending.callback(lane.end_step, keep, count)
+        for line in store_estimate(self.lanes(), self.samples) if keep and self.steps == 1 and self.row is None else ():
+            self.say(line)
         if keep:
-            if self.steps == 1 and self.row is None:  # how large the stores will become was not known before
-                for line in store_estimate(self.lanes(), self.samples):
-                    self.say(line)
             self._warn_of_shape()
 
     def _rescale(self, scale: float) -> None:
@@ -233,8 +235,7 @@ class Pipeline:
 
     def raise_on_all_ranks(self, wrong: str) -> None:
         """Called by stages of all ranks together: raise what the first stage's rank has found `wrong`."""
-        assert self.handshake is not None
-        self.handshake.control.announcer.fail(wrong)
+        self._handshake().control.announcer.fail(wrong)
 
     def backward_began(self) -> None:
         """Called by a stage: from here on the next batch's mirrors may be read."""

@@ -1,5 +1,7 @@
 """From local gradients to new weights: average over replicas, tie, clip over the whole mesh, step, or skip together.
 
+Gradients leave as they become final, in the backward of the last micro-batch (gradient_pass.py).
+
 With AdamW gradients are averaged here (Reducer). FrozenAdam averages momenta itself and takes local gradients; a tied
 embedding then still goes through its own reduction and AdamW, so that its two copies stay one parameter.
 """
@@ -20,6 +22,7 @@ from thinwire.config.wire import Wire
 from thinwire.data_parallel.checkpoint import concerns
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.frozen_adam import FrozenAdam
+from thinwire.data_parallel.gradient_pass import GradientWatch
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.data_parallel.tied_embedding import TiedEmbedding
 from thinwire.data_parallel.tied_rows import TiedRows
@@ -65,6 +68,11 @@ class Update:
             self.adam = torch.optim.AdamW(groups(config.optim, by_adam), **_moments(config), foreach=True)
         once = {n: p for n, p in named.items() if n != tied or mesh.is_first or rows is not None}
         self.counted_once = [p for p in once.values() if dim_cut(p) is not None or not mesh.shard]
+        waits = None if rows is None or self.tied is None else self.tied.reducer  # for gradients of rows
+        self.early = [reducer for reducer in self._reducers().values() if reducer is not waits]
+        on_cpu = config.run.device == "cpu"  # on a card kernels would be loaded while messages are in flight
+        sending = [reducer for reducer in self.early if reducer.size > 1 and on_cpu]
+        self.watch = GradientWatch({p: (name, r.put) for r in sending for name, p in r.parameters.items()})
         self.begun = False  # the exchange of this step's gradients
         self.skips = 0
         self.waited = 0.0  # seconds of the last step that exchanges took after backward
@@ -74,13 +82,12 @@ class Update:
         """This rank's gradients are complete: they are exchanged while earlier stages still compute."""
         if not self.begun:
             self.begun = True
+            self.watch.end_backward()
             self.last_norm = float(_squares(self.reducer.parameters.values()).sqrt()) if self.reducer else None
             if self.rows is not None:
                 self.rows.send_gradients()
-            waits = None if self.rows is None or self.tied is None else self.tied.reducer  # for these gradients
-            for reducer in self._reducers().values():
-                for unit in reversed(reducer.units if reducer is not waits else []):
-                    reducer.ready(unit)
+            for reducer in self.early:
+                reducer.put_rest()
 
     def exchanged(self) -> bool:
         """Wait for the exchange; did this rank see nothing wrong with it? The ranks vote on it, and call `apply`."""
@@ -88,8 +95,7 @@ class Update:
         began = time.perf_counter()
         if self.rows is not None and self.tied is not None:
             self.rows.add_gradients()
-            for unit in reversed(self.tied.reducer.units):
-                self.tied.reducer.ready(unit)
+            self.tied.reducer.put_rest()
         good = self.reducer.exchanged() if self.reducer is not None else True
         if self.tied is not None:
             good &= self.tied.exchanged()
@@ -155,6 +161,7 @@ class Update:
             parameter.grad = None
 
     def close(self) -> None:
+        self.watch.close()
         for reducer in self._reducers().values():
             reducer.close()
         if self.rows is not None:

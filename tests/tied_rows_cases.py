@@ -13,7 +13,7 @@ from tied_cases import groups
 from torch import Tensor, nn
 
 from thinwire.codecs import Quantize
-from thinwire.data_parallel.row_embedding import RowEmbedding
+from thinwire.data_parallel.tied_embedding import RowEmbedding
 from thinwire.data_parallel.tied_rows import TiedRows
 from thinwire.distributed.pair import Pair
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.codecs import Quantize
-from thinwire.data_parallel.row_embedding import RowEmbedding
-from thinwire.data_parallel.tied_embedding import TiedEmbedding
+from thinwire.data_parallel.tied_embedding import RowEmbedding, TiedEmbedding
 from thinwire.data_parallel.tied_rows import TiedRows
 from thinwire.lab import Network
 

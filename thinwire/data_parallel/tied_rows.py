@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from thinwire.codecs.base import Codec, raw_bytes
 from thinwire.codecs.exact import Identity
 from thinwire.collectives.groups import Group
-from thinwire.data_parallel.row_embedding import RowEmbedding
+from thinwire.data_parallel.tied_embedding import RowEmbedding
 from thinwire.distributed.pair import Message, Pair
 from thinwire.errors import UsageError
 from thinwire.kernels.checksum import checksum

@@ -16,7 +16,7 @@ _HOME = {
     "compress_trainer": "thinwire.data_parallel.trainers",
     "TiedEmbedding": "thinwire.data_parallel.tied_embedding",
     "TiedRows": "thinwire.data_parallel.tied_rows",
-    "RowEmbedding": "thinwire.data_parallel.row_embedding",
+    "RowEmbedding": "thinwire.data_parallel.tied_embedding",
     "all_reduce": "thinwire.data_parallel.all_reduce",
     "read_state": "thinwire.data_parallel.checkpoint",
     "CompressedStage": "thinwire.pipeline.stage",

@@ -5,7 +5,7 @@ from thinwire.data_parallel.checkpoint import read_state as read_state
 from thinwire.data_parallel.ddp import compress_ddp as compress_ddp
 from thinwire.data_parallel.fsdp import compress_fsdp as compress_fsdp
 from thinwire.data_parallel.reducer import Reducer as Reducer
-from thinwire.data_parallel.row_embedding import RowEmbedding as RowEmbedding
+from thinwire.data_parallel.tied_embedding import RowEmbedding as RowEmbedding
 from thinwire.data_parallel.tied_embedding import TiedEmbedding as TiedEmbedding
 from thinwire.data_parallel.tied_rows import TiedRows as TiedRows
 from thinwire.data_parallel.trainers import compress_trainer as compress_trainer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from thinwire.data_parallel.row_embedding import RowEmbedding
+from thinwire.data_parallel.tied_embedding import RowEmbedding
 from thinwire.train.config.families import FAMILIES, HEAD
 
 

@@ -257,9 +257,8 @@ class Pipeline:
 
     def summary(self) -> Summary:
         """What compression has saved on this rank so far; `print(pipe.summary())` is one line."""
-        stats = self.stats
-        sent = stats.forward_bytes + stats.backward_bytes
-        return Summary(stats.steps - self._resumed, sent, stats.raw_bytes, stats.skips)
+        s = self.stats
+        return Summary(s.steps - self._resumed, s.forward_bytes + s.backward_bytes, s.raw_bytes, s.skips)
 
     def _options(self) -> dict[str, str]:
         """What has to be equal on all ranks, in words."""

@@ -243,8 +243,8 @@ def test_a_step_of_one_micro_batch_is_the_sum_of_its_parts() -> None:
     _, cost = sizes.reduction(wire.gradient, shapes, 2)
     raw = 4 * sum(map(values, shapes))
     computing = sum(sum(part) for part in (run.work.forward, run.work.backward_input, run.work.backward_weight))
-    expected = computing + cost.nbytes / 1e6 + cost.messages * 3e-3 + raw / 1e7 + raw / 2e7
-    assert predict(run, wire).makespan == pytest.approx(expected) and cost.messages == 2
+    expected = computing + cost.nbytes / 1e6 + cost.latencies * 3e-3 + raw / 1e7 + raw / 2e7
+    assert predict(run, wire).makespan == pytest.approx(expected) and cost.latencies == 1
 
 
 def test_break_even_lies_where_the_codec_costs_what_it_saves() -> None:

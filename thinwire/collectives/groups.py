@@ -79,6 +79,11 @@ def world(group: Group) -> tuple[int, int]:
     return dist.get_world_size(process_group), dist.get_rank(process_group)
 
 
+def has_cpu_backend(group: dist.ProcessGroup | None) -> bool:
+    """Can the group send tensors on the host?"""
+    return "gloo" in str(dist.get_backend_config(group))
+
+
 def explicit(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """The group itself; for None the default one of now, which may be another one later."""
     if group is not None:

@@ -139,7 +139,7 @@ class TiedEmbedding:
 class RowEmbedding(nn.Module):
     """Stands in the first stage for its copy of a tied embedding, and holds some of its rows, at first all.
 
-    like: the embedding that it replaces. A token whose row is not there is an IndexError.
+    like: the embedding that it replaces. A token whose row is not there is an IndexError, on a card NaN.
     """
 
     def __init__(self, like: nn.Embedding) -> None:
@@ -163,4 +163,9 @@ class RowEmbedding(nn.Module):
         self.weight = rows if isinstance(rows, nn.Parameter) else nn.Parameter(rows)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return nn.functional.embedding(self.get_buffer("places")[tokens], self.weight, self.padding_row)
+        places = self.get_buffer("places")[tokens]
+        if places.device.type == "cpu":
+            return nn.functional.embedding(places, self.weight, self.padding_row)
+        # a card would end the process for a row that is not there; NaN drops the step (torch asks for shapes by zeros)
+        found = nn.functional.embedding(places.clamp(min=0), self.weight, self.padding_row)
+        return found.masked_fill((places < 0)[..., None], torch.nan)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.groups import Group, unmetered, world
+from thinwire.collectives.groups import Group, has_cpu_backend, unmetered, world
 from thinwire.collectives.messages import gather
 
 LIMIT = 64 << 20  # bytes; more is a mistake, or somebody else's doing
@@ -79,7 +79,7 @@ def _receive_tensors(listed: list[Any], source: int, group: Group) -> dict[str, 
 
 
 def _device(group: Group) -> str:
-    return "cuda" if "gloo" not in str(dist.get_backend_config(unmetered(group))) else "cpu"
+    return "cpu" if has_cpu_backend(unmetered(group)) else "cuda"
 
 
 def _encode(value: Any, device: str) -> Tensor:

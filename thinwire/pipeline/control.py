@@ -1,7 +1,9 @@
 """The small messages of a pipeline: announcements, digests of mirrors, and whether any rank saw a fault.
 
-They have a process group of their own, so that none waits behind frames. What concerns the next step is sent during
-this one, where the next step is certain: then no rank waits for it.
+They have a process group of their own and are on the host, so that none waits behind frames. What concerns the next
+step is sent during this one, where the next step is certain: then no rank waits for it. Only where the pipeline's group
+has no backend for CPUs (NCCL alone) they are messages of that group, and nothing is sent ahead, since all ranks have to
+make its messages in one order.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives.groups import destroy
+from thinwire.collectives.groups import destroy, has_cpu_backend, twin, world
 from thinwire.collectives.messages import maximum
 from thinwire.pipeline.announce import Announcement, Announcer
 from thinwire.pipeline.mirror_check import Comparison, Digests, MirrorCheck, SampleLane
@@ -21,19 +23,19 @@ from thinwire.pipeline.mirror_check import Comparison, Digests, MirrorCheck, Sam
 class Control:
     """One rank's part.
 
-    group: the ranks of the pipeline; nobody else sends in it, unless on GPUs. root: the rank of the first stage.
-    device: where messages of the group have to be. sample_lanes: this rank's lanes with per-sample memory in boundary
-    order.
+    group: the ranks of the pipeline. root: the rank of the first stage. device: of this rank's stages.
+    sample_lanes: its lanes with per-sample memory in boundary order.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, root: int, device: torch.device, sample_lanes: list[SampleLane]
     ) -> None:
-        self.group = group
-        self.device = device
+        self.on_host = device.type == "cpu" or world(group)[0] == 1 or has_cpu_backend(group)
+        self.group = twin(group) if self.on_host and world(group)[0] > 1 else group
+        self.device = torch.device("cpu") if self.on_host else device
         self.sample_lanes = sample_lanes
-        self.announcer = Announcer(group, root, device)
-        self.digests = Digests(group, device)
+        self.announcer = Announcer(self.group, root, self.device)
+        self.digests = Digests(self.group, self.device)
         self._comparison: Comparison | None = None  # of the next step's mirrors, under way
 
     def open(self, own: Announcement | str | None, next_certain: bool) -> Announcement:
@@ -42,7 +44,7 @@ class Control:
         own: on the first stage's rank the announcement, or what is wrong. next_certain: there, the next step trains,
         with `next_ids` and of this shape.
         """
-        if not next_certain or not isinstance(own, Announcement):
+        if not (next_certain and self.on_host and isinstance(own, Announcement)):
             return self.announcer.announce(own)
         following = Announcement(own.step + 1, True, own.next_ids, own.shape, ahead=True)
         announced = self.announcer.announce(replace(own, next_ids=None, ahead=True))
@@ -75,7 +77,7 @@ class Control:
 
     def close(self) -> None:
         """Free the group, where it is the control's own."""
-        if self.group is not None and self.device.type == "cpu":
+        if self.group is not None and self.on_host:
             destroy(self.group)
 
     def any_faults(self, count: int) -> bool:

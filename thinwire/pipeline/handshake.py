@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives.groups import twin, world
+from thinwire.collectives.groups import world
 from thinwire.config.wire import Link
 from thinwire.distributed.config_check import describe
 from thinwire.distributed.values import gather_json
@@ -64,7 +64,7 @@ class Handshake:
     rank_of: stage → rank in the group, of all stages.
     connections: of this rank's stages, by stage.
     per_sample: the forward link's memory in words, if it remembers samples; else "".
-    control: the small messages, in a group of their own; on GPUs in the pipeline's.
+    control: the small messages.
     """
 
     rank_of: dict[int, int]
@@ -98,9 +98,7 @@ def shake_hands(
     per_sample = _per_sample(stages[0].wire.forward)
     if per_sample:
         _warn_of_dropout({index: info.dropout for index, info in own.items()}, len(infos) - 1)
-    device = torch.device(stages[0].device)
-    own_group = twin(group) if device.type == "cpu" and world(group)[0] > 1 else group
-    control = Control(own_group, rank_of[0], device, _sample_lanes(connections, rank_of))
+    control = Control(group, rank_of[0], torch.device(stages[0].device), _sample_lanes(connections, rank_of))
     return Handshake(rank_of, connections, per_sample, control)
 
 

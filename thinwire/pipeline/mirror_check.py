@@ -100,7 +100,7 @@ class Comparison:
         self.lanes = lanes
         self.ids = ids
         self.digests = digests
-        self.own = [one.lane.digests(ids) for one in lanes]
+        self.own = [one.lane.digests(ids).cpu() for one in lanes]
         self.incoming, self.works = digests.exchange(lanes, self.own)
 
     def wait(self) -> None:

@@ -69,9 +69,11 @@ def ranks(request):
 
 @pytest.mark.parametrize(
     ("ranks", "case"),
-    [pytest.param(size, case, id=f"{size} ranks-{name_of(case)}") for size, cases in CASES.items() for case in cases],
+    # pytest runs tests with equal parameters one after another: a case of two sizes must not be equal, or every one of
+    # its tests would launch its ranks anew
+    [pytest.param(size, (size, case), id=f"{size} ranks-{name_of(case)}") for size in CASES for case in CASES[size]],
     indirect=["ranks"],
     scope="module",  # else every test would launch its ranks
 )
 def test_case(ranks, case):
-    passed(ranks, case)
+    passed(ranks, case[1])

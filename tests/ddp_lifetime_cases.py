@@ -107,7 +107,7 @@ def exact_wire_uses_the_plain_all_reduce() -> None:
 
 def flipped_bit_in_a_message_drops_the_step_on_all() -> None:
     """On one rank, once; the next step is as if it had not been."""
-    leaving = Swap._leaving
+    leaving = Swap.leaving
     two_levels = tw.Wire(gradient=Hierarchical(Quantized(8), Quantized(4), per_host=dist.get_world_size()))
     for wire in (SPARSE, "max", two_levels):
         net, whole = Net(), Net()
@@ -123,7 +123,7 @@ def flipped_bit_in_a_message_drops_the_step_on_all() -> None:
             return message
 
         backward(net, 0)
-        with mock.patch.object(Swap, "_leaving", damaged):
+        with mock.patch.object(Swap, "leaving", damaged):
             check(not reducer.finish(), f"{wire}: the damage was not found")
         check(not left[0], f"{wire}: no message was damaged, so nothing was tested")
         check(all(p.grad.isnan().all() for p in net.parameters()), f"{wire}: gradients are not NaN")

@@ -32,7 +32,7 @@ def test_quick_run_resumes(tmp_path: Path) -> None:
     exact = {row["bytes"] for row in rows if row["method"] == "dense"}
     n = rows[0]["parameters"]
     # a ring of four sends 2·(3/4)·4 bytes per value; flags and checksums that the ranks agree on come on top
-    assert all(6 * n <= sent <= 6 * n + 400 for sent in exact)
+    assert all(6 * n <= sent <= 6 * n + 1000 for sent in exact)
     assert all(row["bytes"] < 0.1 * 6 * n for row in rows if row["method"].startswith("OkTopk"))
     assert (tmp_path / "frontier.png").stat().st_size > 10_000
     assert "| OkTopk 5 %" in out

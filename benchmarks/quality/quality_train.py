@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.collectives.messages import Swap
 from thinwire.config.wire import Wire
 from thinwire.data_parallel.reducer import Reducer
 
@@ -149,7 +150,7 @@ def _mean(value: float) -> float:
 def counted() -> Iterator[list[float]]:
     """[bytes] this rank sends, from what is handed to torch.distributed: a ring's 2b(P−1)/P for an all-reduce of b
     bytes, b(P−1) for an all-gather, b for a message to one peer."""
-    sent, real = [0.0], (dist.all_reduce, dist.all_gather, dist.all_to_all_single, dist.batch_isend_irecv)
+    sent, real = [0.0], (dist.all_reduce, dist.all_gather, dist.all_to_all_single, Swap.leaving)
 
     def count(tensor: Tensor, copies: float) -> None:
         sent[0] += tensor.numel() * tensor.element_size() * copies
@@ -166,12 +167,11 @@ def counted() -> Iterator[list[float]]:
         count(tensor, (RANKS - 1) / RANKS)
         return real[2](out, tensor, *args, **kwargs)
 
-    def batch(operations: list[Any]) -> Any:
-        for operation in operations:
-            if operation.op is dist.isend:
-                count(operation.tensor, 1)
-        return real[3](operations)
+    def leaving(swap: Swap, to: int) -> Tensor:
+        message = real[3](swap, to)
+        count(message, 1)
+        return message
 
     changed = {"all_reduce": all_reduce, "all_gather": all_gather, "all_to_all_single": all_to_all}
-    with mock.patch.multiple(dist, **changed, batch_isend_irecv=batch):
+    with mock.patch.multiple(dist, **changed), mock.patch.object(Swap, "leaving", leaving):
         yield sent

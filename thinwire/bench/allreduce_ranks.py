@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.collectives.base import Collective, State
 from thinwire.collectives.groups import is_alone, world
+from thinwire.collectives.messages import Swap
 from thinwire.kernels import select
 from thinwire.kernels.cpu.compile import compiled_once
 
@@ -84,7 +85,7 @@ class Counters:
 def tallied(size: int) -> Iterator[Counters]:
     """Counts what goes through torch.distributed in a group of `size`: rings send 2b(P−1)/P for all-reduce and b(P−1)
     for all-gather."""
-    tally, real = Counters(), (dist.all_reduce, dist.all_gather, dist.batch_isend_irecv)
+    tally, real = Counters(), (dist.all_reduce, dist.all_gather, Swap.leaving)
 
     def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         tally.add("all-reduce", tensor, 2 * (size - 1) / size)
@@ -94,16 +95,15 @@ def tallied(size: int) -> Iterator[Counters]:
         tally.add("all-gather", tensor, size - 1)
         return real[1](out, tensor, *args, **kwargs)
 
-    def batch(operations: list[Any]) -> Any:
-        for operation in operations:
-            if operation.op is dist.isend:
-                tally.add("send", operation.tensor, 1)
-        return real[2](operations)
+    def leaving(swap: Swap, to: int) -> Tensor:
+        message = real[2](swap, to)
+        tally.add("send", message.view(swap.dtype), 1)
+        return message
 
     with (
         mock.patch.object(dist, "all_reduce", all_reduce),
         mock.patch.object(dist, "all_gather", all_gather),
-        mock.patch.object(dist, "batch_isend_irecv", batch),
+        mock.patch.object(Swap, "leaving", leaving),
     ):
         yield tally
 

@@ -37,8 +37,12 @@ class Swap:
     have been posted since the last time.
     """
 
-    def __init__(self, outgoing: list[Tensor], sizes: list[int], group: Group) -> None:
+    def __init__(
+        self, outgoing: list[Tensor], sizes: list[int], group: Group, dtype: torch.dtype = torch.uint8
+    ) -> None:
+        """dtype: of the values that the messages hold; for whoever counts them."""
         self.outgoing = outgoing
+        self.dtype = dtype
         self.sizes = sizes
         self.group = group
         self.size, self.rank = world(group)
@@ -83,7 +87,7 @@ class Swap:
                 if self.sizes[source]
             ]
             sends = [
-                dist.P2POp(dist.isend, self._leaving(to), group=group, group_peer=to)
+                dist.P2POp(dist.isend, self.leaving(to), group=group, group_peer=to)
                 for to, _ in bucket
                 if self.outgoing[to].numel()
             ]
@@ -98,10 +102,10 @@ class Swap:
             works = [work for _, source in bucket for work in receives.works.get(source, ())]
             for to, _ in bucket:
                 if self.outgoing[to].numel():
-                    works += flows.isend(self._leaving(to), to, self.tag)
+                    works += flows.isend(self.leaving(to), to, self.tag)
             self.posted.append(([source for _, source in bucket], works))
 
-    def _leaving(self, to: int) -> Tensor:
+    def leaving(self, to: int) -> Tensor:
         """What is sent to a member."""
         return self.outgoing[to].contiguous()
 
@@ -127,7 +131,7 @@ def gather_steps(x: Tensor, group: Group) -> Steps[list[Tensor]]:
     if size == 1:
         return [x]
     if _goes_directly(x, size):
-        under_way = Swap([raw_bytes(x.contiguous())] * size, [x.nbytes] * size, group)
+        under_way = Swap([raw_bytes(x.contiguous())] * size, [x.nbytes] * size, group, x.dtype)
         yield
         received = under_way.wait()
         return [x if j == rank else received[j].view(x.dtype).view(x.shape) for j in range(size)]
@@ -157,10 +161,10 @@ def all_reduce_steps(x: Tensor, group: Group) -> Steps[Tensor]:
     if x.device.type == "cpu" and size <= DIRECT_MEMBERS and x.nbytes <= MODERATE:
         parts = [raw_bytes(part) for part in x.reshape(-1).tensor_split(size)]
         sizes = [part.numel() for part in parts]
-        to_owners = Swap(parts, [sizes[rank]] * size, group)
+        to_owners = Swap(parts, [sizes[rank]] * size, group, x.dtype)
         yield
         total = raw_bytes(_sum([part.view(x.dtype) for part in to_owners.wait()]))
-        to_all = Swap([total] * size, sizes, group)
+        to_all = Swap([total] * size, sizes, group, x.dtype)
         yield
         return torch.cat(to_all.wait()).view(x.dtype).view(x.shape)
     out = x.clone()

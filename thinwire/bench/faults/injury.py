@@ -184,7 +184,7 @@ def _flip_gradients(trouble: Trouble, injury: Injury) -> None:
     from thinwire.collectives.groups import Metered
     from thinwire.collectives.messages import Swap
 
-    leaving, left = Swap._leaving, [True]
+    leaving, left = Swap.leaving, [True]
 
     def damaged(swap: Swap, to: int) -> Any:
         message = leaving(swap, to)
@@ -193,7 +193,7 @@ def _flip_gradients(trouble: Trouble, injury: Injury) -> None:
             message = _flipped(message, injury.bit)
         return message
 
-    mock.patch.object(Swap, "_leaving", damaged).start()
+    mock.patch.object(Swap, "leaving", damaged).start()
 
 
 def _flipped(message: Any, bit: int) -> Any:

@@ -1,6 +1,6 @@
 """From local gradients to new weights: average over replicas, tie, clip over the whole mesh, step, or skip together.
 
-Gradients leave as they become final, in the backward of the last micro-batch (gradient_pass.py).
+On the first stage gradients leave as they become final, in the backward of the last micro-batch (gradient_pass.py).
 
 With AdamW gradients are averaged here (Reducer). FrozenAdam averages momenta itself and takes local gradients; a tied
 embedding then still goes through its own reduction and AdamW, so that its two copies stay one parameter.
@@ -70,8 +70,10 @@ class Update:
         self.counted_once = [p for p in once.values() if dim_cut(p) is not None or not mesh.shard]
         waits = None if rows is None or self.tied is None else self.tied.reducer  # for gradients of rows
         self.early = [reducer for reducer in self._reducers().values() if reducer is not waits]
-        on_cpu = config.run.device == "cpu"  # on a card kernels would be loaded while messages are in flight
-        sending = [reducer for reducer in self.early if reducer.size > 1 and on_cpu]
+        # Only where backward sends nothing after them: gradients would delay a frame that other stages wait for. Not on
+        # a card, where kernels would be loaded while messages are in flight.
+        alone = mesh.is_first and len(config.mesh.plan().rank_of) == config.mesh.pp and config.run.device == "cpu"
+        sending = [reducer for reducer in self.early if reducer.size > 1 and alone]
         self.watch = GradientWatch({p: (name, r.put) for r in sending for name, p in r.parameters.items()})
         self.begun = False  # the exchange of this step's gradients
         self.skips = 0

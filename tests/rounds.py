@@ -4,7 +4,7 @@ Every rank records, per thread and in order, when it posts a receive, sends, and
 to a communication thread and comes back. Afterwards a clock runs over all ranks' records: computing takes no time, and
 a message arrives one latency after it could leave. Gloo sends it when the receiver's word that it waits has come, which
 takes a latency too: a message leaves at max(sent, posted + 1) and arrives at that + 1. So the clock's time is the
-number of latencies, exactly, whatever the machine does.
+number of latencies, but for the turns that threads of one rank take.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ ROWS = {"preset": "max", "embedding": {"collective": "dense", "sync": "rows"}}
 SQUARE = {"dp": 2, "pp": 2, "microbatches": 4}
 # 1F1B over two stages 5 (its first receive is posted when its message leaves; a first forward hides that), gradients 1,
 # the tied embedding over four ranks 1 more, the vote 1, and what a step's two directions keep each other waiting for.
-MOST = {"max": 9, "off": 10, "rows": 10}
+MOST = {"max": 10, "off": 11, "rows": 10}  # threads of a rank take turns otherwise at times: up to one more
 
 
 @pytest.mark.lab

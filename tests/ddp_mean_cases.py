@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
-from thinwire.collectives import Collective, Dense, LowRank, OkTopk, Quantized
+from thinwire.collectives import Collective, Dense, LowRank, OkTopk, Quantized, flows
 from thinwire.collectives.groups import new_group, subgroup, twin, unmetered
 from thinwire.collectives.messages import gather
 from thinwire.data_parallel.reducer import Reducer
@@ -71,6 +73,27 @@ def order_in_which_units_are_ready_changes_no_bit() -> None:
         check_equal(f"step {step}", gradients(in_order), gradients(shuffled))
     one.close()
     two.close()
+
+
+def streams_change_no_bit() -> None:
+    """Messages over three flows, in pieces of seven bytes, and over one; with receives posted early and without."""
+    with mock.patch.object(flows, "LEAST", 7):
+        for wire in (SPARSE, tw.Wire.of("max"), tw.Wire.of("off")):
+            three_net, one_net = Net(), Net()
+            three = Reducer(three_net.named_parameters(), replace(wire, streams=3))
+            one = Reducer(one_net.named_parameters(), wire)
+            for step in range(3):
+                backward(three_net, step)
+                backward(one_net, step)
+                check(three.finish() and one.finish(), f"step {step} was dropped")
+                check_equal(f"step {step}", gradients(three_net), gradients(one_net))
+            check(
+                three.exchange.sent == one.exchange.sent,
+                f"{three.exchange.sent} bytes, {one.exchange.sent} over one flow",
+            )
+            check(len(three.exchange.flows.groups) == 3, "there is one flow")
+            three.close()
+            one.close()
 
 
 def mean_and_residuals_conserve_the_gradients_sum() -> None:
@@ -286,7 +309,7 @@ def value_beyond_the_codec_on_one_rank_drops_the_step_on_all() -> None:
 CASES = [
     exact_wire_gives_the_mean_of_plain_ddp, selecting_all_values_gives_the_dense_mean,
     ddp_buckets_and_reducer_give_the_same_bits, order_in_which_units_are_ready_changes_no_bit,
-    mean_and_residuals_conserve_the_gradients_sum, accumulated_backwards_are_exchanged_once,
+    streams_change_no_bit, mean_and_residuals_conserve_the_gradients_sum, accumulated_backwards_are_exchanged_once,
     group_of_ranks_that_know_unlike_many_groups, own_groups_wait_as_long_as_their_parents,
     several_models_and_groups_do_not_mix, excluded_parameters_stay_exact,
     parameters_of_every_form_alone_in_a_unit_or_not, parameters_of_every_form_are_measured,

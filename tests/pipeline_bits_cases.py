@@ -21,11 +21,12 @@ from pipeline_support import (
     loss_of,
     train,
 )
-from rank_cases import check, check_equal, differences
+from rank_cases import check, check_equal, differences, refused
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.codecs import LowRank, Quantize
+from thinwire.collectives import flows
 from thinwire.config.wire import Link, Wire
 from thinwire.memory import Delta, ErrorFeedback
 from thinwire.pipeline import early_receives
@@ -70,6 +71,45 @@ def early_receives_change_no_bit(name: str) -> None:
             expected = run is ahead and number in (1, 2)
             check(set(taken) == {expected}, f"step {number}, limit {limit}: {sum(taken)} of {len(taken)} early")
         check_equal(f"step {number}", ahead.gradients(), late.gradients())
+
+
+def steps_announced_ahead_change_no_bit() -> None:
+    """Some steps announce the next one and some do not; samples come again in the next step; one is rolled back."""
+    ahead, plain = Run("1F1B", 4, DELTA), Run("1F1B", 4, DELTA)
+    order = [list(range(start, start + 8)) for start in (0, 8, 4, 0, 8, 2, 0)]
+    certain = (True, True, False, True, True, False, False)
+    for number, (ids, sure) in enumerate(zip(order, certain)):
+        x, y = batch(8, number)
+        if number == 3:
+            x = x * torch.nan
+        following = order[number + 1] if sure else None
+        more = {"next_ids": following, "next_certain": sure} if ahead.first else {}
+        ahead.step(x, y, ids, **more)
+        plain.step(x, y, ids)
+        if number != 3:
+            check_equal(f"step {number}", ahead.gradients(), plain.gradients())
+    check(ahead.pipe.skips == 1 and ahead.pipe.healed == plain.pipe.healed == 0, f"{ahead.pipe.stats}")
+    check_mirrors("at the end", ahead, list(range(16)))
+    first, second = batch(8)
+    ahead.step(first, second, order[0], **({"next_ids": order[1], "next_certain": True} if ahead.first else {}))
+    if ahead.first:
+        with refused("next_certain=True announced"), ahead.pipe.step(ids=order[2]):
+            pass
+
+
+def streams_change_no_bit(overlap: bool) -> None:
+    """Frames over three flows, pieces of seven bytes, and over one."""
+    with mock.patch.object(flows, "LEAST", 7):
+        three = Run("1F1B", 4, Wire(DELTA.forward, DELTA.backward, streams=3), overlap=overlap)
+        one = Run("1F1B", 4, DELTA, overlap=overlap)
+        for number in range(3):
+            x, y = batch(8, number)
+            three.step(x, y, list(range(8)))
+            one.step(x, y, list(range(8)))
+            check_equal(f"step {number}", three.gradients(), one.gradients())
+        check(three.pipe.stats.forward_bytes == one.pipe.stats.forward_bytes, "other bytes were counted")
+        used = next(iter(three.stages[0].transports.values())).flows if overlap else three.stages[0].flows
+        check(used is not None and len(used.groups) == 3, "the frames went over one flow")
 
 
 class Recomputed(Block):

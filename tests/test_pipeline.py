@@ -47,7 +47,8 @@ CASES = {
         bits.recomputed_and_retried_steps_change_no_bit, bits.accumulated_step_adds_to_the_gradients,
         bits.bf16_trains_to_the_loss_of_the_plain_stage, bits.changing_loss_scale_changes_no_bit,
         memory.size_of_the_stores_is_said_once, memory.store_changed_by_somebody_else_is_healed,
-        *each(bits.early_receives_change_no_bit, SCHEDULES),
+        *each(bits.early_receives_change_no_bit, SCHEDULES), bits.steps_announced_ahead_change_no_bit,
+        *each(bits.streams_change_no_bit, (False, True)),
     ],
     4: [
         *each(bits.identity_gives_the_bits_of_the_plain_stage, SCHEDULES),

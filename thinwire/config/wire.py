@@ -121,8 +121,7 @@ class Wire:
     gradient: gradients between replicas: a Reduction, a collective, or (collective, memory).
     embedding: the gradient of a tied embedding between its two copies, likewise.
     auto: measure before the first step, and stay exact where that is as fast.
-    streams: TCP connections that a message is cut over, 1 to 64, for links on which one cannot fill the rate; "auto"
-        (in `thinwire train`): as many as the measured link needs.
+    streams: TCP connections that a message is cut over, 1 to 64, for links on which one cannot fill the rate.
     """
 
     forward: Link | None = None
@@ -130,7 +129,7 @@ class Wire:
     gradient: Reduction | None = None
     embedding: Reduction | None = None
     auto: bool = False
-    streams: int | str = 1
+    streams: int = 1
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
@@ -140,15 +139,8 @@ class Wire:
         if not isinstance(self.auto, bool):
             raise UsageError(f"[wire] auto = {self.auto!r}: must be true or false")
         whole = isinstance(self.streams, int) and not isinstance(self.streams, bool)
-        if self.streams != "auto" and not (whole and 1 <= int(self.streams) <= MOST_STREAMS):
-            raise UsageError(f'[wire] streams = {self.streams!r}: allowed are 1 to {MOST_STREAMS}, and "auto"')
-
-    @property
-    def flows(self) -> int:
-        """How many streams; UsageError where nobody has decided it yet."""
-        if isinstance(self.streams, str):
-            raise UsageError('[wire] streams = "auto" is measured by `thinwire train`; here give a number')
-        return self.streams
+        if not whole or not 1 <= self.streams <= MOST_STREAMS:
+            raise UsageError(f"[wire] streams = {self.streams!r}: allowed is a whole number from 1 to {MOST_STREAMS}")
 
     @staticmethod
     def of(wire: WireLike) -> Wire:

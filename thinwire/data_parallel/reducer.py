@@ -93,7 +93,7 @@ class Reducer:
         precompile_averaging("gradients", self.reduction, self.parameters, self.size)
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         group = ALONE if own is None else own
-        self.exchange = Exchange(shapes, self.reduction, group, seed, own_group=True, streams=wire.flows)
+        self.exchange = Exchange(shapes, self.reduction, group, seed, own_group=True, streams=wire.streams)
         self.thread = CommunicationThread("thinwire gradients")
         self.checkpoint = RankState(self.exchange, self.rank, self.size)
         agreeing = tuple(g for g in (own, shards) if g is not None)
@@ -198,6 +198,9 @@ class Reducer:
         """For agrees = False: as `finish`, but nothing is kept before `settle`; False: this rank saw a fault."""
         ending = self.put_rest()
         self.thread.wait()
+        unused = [name for name in self.parameters if name not in ending.used]
+        if unused:  # whether others used them is not asked here
+            raise RuntimeError(f"{len(unused)} parameters got no gradient in this step: {', '.join(unused[:3])}")
         for name, (unit, span, shape) in self.setup.places.items():
             store_gradient(self.parameters[name], ending.unit_means[unit][span].view(shape))
         return ending.finite

@@ -45,6 +45,10 @@ class Announcement:
     next_ids: tuple[int, ...] | None = None
     ahead: bool = False
 
+    def announces(self, step: Announcement) -> bool:
+        """Is that the step which this one announced ahead?"""
+        return (self.step, self.train, self.ids, self.shape) == (step.step, step.train, step.ids, step.shape)
+
     def words(self) -> list[int]:
         """All of it as 64-bit words: every tuple after its length, NONE for one that is absent."""
         out = [self.step, int(self.train) + 2 * int(self.ahead)]
@@ -66,6 +70,9 @@ class Announcement:
             at += 1 + max(count, 0)
         ids, shape, next_ids = tuples
         return Announcement(words[0], bool(words[1] & 1), ids, shape, next_ids, bool(words[1] & 2))
+
+
+UNKNOWN = Announcement(0, True)  # stands for a next step that nobody is certain of
 
 
 def sample_ids(ids: Ids | None) -> tuple[int, ...] | None:
@@ -141,10 +148,12 @@ class Announcer:
         ignored elsewhere.
         """
         known, self.ahead = self.ahead, None
-        if known is None:
+        if known is None or known == UNKNOWN:
             return self._exchange(announced)
-        if self.rank == self.root and announced != known:
+        if isinstance(announced, Announcement) and not known.announces(announced):
             raise UsageError(f"next_certain=True announced {str(known)[:200]} as the next step: {str(announced)[:200]}")
+        if isinstance(announced, str):
+            raise UsageError(announced)
         return known
 
     def announce_next(self, announced: Announcement | None) -> Announcement:

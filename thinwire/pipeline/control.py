@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from thinwire.collectives.groups import destroy, has_cpu_backend, twin, world
 from thinwire.collectives.messages import maximum
-from thinwire.pipeline.announce import Announcement, Announcer
+from thinwire.pipeline.announce import UNKNOWN, Announcement, Announcer
 from thinwire.pipeline.mirror_check import Comparison, Digests, MirrorCheck, SampleLane
 
 
@@ -44,11 +44,14 @@ class Control:
         own: on the first stage's rank the announcement, or what is wrong. next_certain: there, the next step trains,
         with `next_ids` and of this shape.
         """
-        if not (next_certain and self.on_host and isinstance(own, Announcement)):
+        if not self.on_host or not isinstance(own, Announcement):
             return self.announcer.announce(own)
-        following = Announcement(own.step + 1, True, own.next_ids, own.shape, ahead=True)
-        announced = self.announcer.announce(replace(own, next_ids=None, ahead=True))
-        self.announcer.announce_next(following)
+        following = Announcement(own.step + 1, True, own.next_ids, own.shape, ahead=True) if next_certain else UNKNOWN
+        if next_certain:
+            own = replace(own, next_ids=None, ahead=True)
+        announced = self.announcer.announce(own)
+        if announced.ahead:
+            self.announcer.announce_next(following)
         return announced
 
     def next_ids(self, announced: Announcement) -> Sequence[int] | None:

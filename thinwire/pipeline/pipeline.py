@@ -111,7 +111,7 @@ class Pipeline:
         shape: x.shape, whenever it differs from the step before.
         next_ids: the next batch's, to be read from a file store during backward.
         next_certain: the next step trains, with these ids and this shape: it is announced with this one, and waits for
-        no message of its own.
+        no message of its own. If it differs, that is a UsageError here, and other ranks wait for their time-out.
         settles: equal on all ranks; False: the step stays open behind the bracket, until whoever asks all ranks for
         their `faults` calls `settle`.
         """
@@ -157,7 +157,7 @@ class Pipeline:
         """The first time, all ranks of the pipeline together."""
         if self.handshake is None:
             found = shake_hands(self.stages, self.group, self._options(), self.plan)
-            streams = self.stages[0].wire.flows
+            streams = self.stages[0].wire.streams
             overlaps = self.overlap and world(self.group)[0] > 1
             place = self.stages[0].stage_index, found.rank_of, self.group, self.device
             transports = make_transports(*place, streams) if overlaps else None

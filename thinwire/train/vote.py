@@ -65,8 +65,11 @@ class Exchanging:
     def intact(self, tables: Sequence[Tensor]) -> bool:
         """Did all messages arrive as they were sent? tables: of all ranks; zeros where nothing was exchanged."""
         for ranks in self.groups:
-            table = torch.stack([tables[rank] for rank in ranks]).amax(0)
-            if len(ranks) > 1 and bool(table.any()) and not bool(Transit(len(ranks), 0).is_intact(table)):
+            of_group = torch.stack([tables[rank] for rank in ranks])
+            took_part = of_group.any(1)
+            if len(ranks) == 1 or not took_part.any():
+                continue
+            if not took_part.all() or not Transit(len(ranks), 0).is_intact(of_group.amax(0)):
                 return False
         return True
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from test_train_run import PRELOAD, losses, merged
-from train_ranks import decided, settings, without_measuring
+from train_ranks import decided, impatient, settings, without_measuring
 
 from thinwire.config.wire import Wire
 from thinwire.errors import UsageError
@@ -19,6 +22,7 @@ from thinwire.train import build
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.metrics import read_events
 from thinwire.train.tune.auto import KINDS, Decision, decision, describe, level_tables
+from thinwire.train.tune.replan import STEPS, StepWatch, carried_over
 from thinwire.train.tune.timing import Measured
 
 lab = pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)")
@@ -196,3 +200,81 @@ def test_ranks_decide_alike_and_a_resumed_run_keeps_it(tmp_path):
     about = next(e for e in read_events(tmp_path / "auto" / "metrics.jsonl") if e["kind"] == "run")
     assert about["wire"] == ranks[0][0].decision.wire and about["name"] == "auto"
     assert {"forward", "backward", "gradient"} <= about["wire"].keys()
+
+
+def test_a_plan_is_doubted_after_twenty_steps_that_depart_by_a_quarter():
+    def steps(expected: float | None, *seconds: float, hit_rate: float | None = None) -> list[bool]:
+        watch = StepWatch(expected)
+        return [watch.departs(one, hit_rate) for one in seconds]
+
+    slow = [1.3] * STEPS
+    assert steps(1.0, *slow) == [False] * (STEPS - 1) + [True]
+    assert steps(1.0, *slow[1:], 50.0)[-1], "one that takes long is one of the twenty"
+    assert steps(1.0, *([0.7] * STEPS))[-1], "faster than planned is a departure too"
+    for quiet in (steps(1.0, *([1.2] * 60)), steps(None, *slow), steps(1.0, *slow, hit_rate=0.5)):
+        assert not any(quiet)
+    assert not any(steps(1.0, *(slow[: STEPS // 2 - 1] + [1.0] * 2 * STEPS))), "half of the twenty is not enough"
+
+
+def test_a_new_plan_keeps_residuals_and_what_did_not_change(tmp_path):
+    run = config(tmp_path, {"auto": True})
+    old = chosen(run, fed(run, 1e7))
+    names = [
+        "model/x", "optim/x/exp_avg", "step", "rank-0/rng", "rank-0/pipeline/rank0of4/step",
+        "rank-0/pipeline/rank0of4/stage0/forward 0→1/send/coded0/h", "gradient-0/rank0of2/step",
+        "rank-0/pipeline/rank0of4/stage1/backward 1→0/send/coded0/e", "gradient-0/rank0of2/e/x",
+        "gradient-0/rank0of2/unit/a/left", "embedding-0/rank0of4/unit/a/left",
+    ]  # fmt: skip
+    state = {name: torch.zeros(1) for name in names}
+
+    def dropped(new: Decision) -> set[str]:
+        return names_of(state.keys() - carried_over(state, old, new).keys())
+
+    def names_of(keys) -> set[str]:
+        return {key.split("/")[-2] if "unit" in key else key.split("/")[4].split()[0] for key in keys}
+
+    def changed(**tables: Any) -> Decision:
+        return replace(old, wire={**old.wire, **tables})
+
+    assert dropped(old) == set() and carried_over(state, old, old) == state
+    assert dropped(changed(forward={})) == {"forward"}
+    assert dropped(replace(old, sends=[send for send in old.sends if send[0] != "backward"])) == {"backward"}
+    assert [*state.keys() - carried_over(state, old, changed(gradient={})).keys()] == [names[9]]
+    assert [*state.keys() - carried_over(state, old, changed(embedding={})).keys()] == [names[10]]
+
+
+@lab
+@pytest.mark.lab
+@pytest.mark.timeout(200)
+def test_a_run_follows_its_network_and_can_be_resumed_from_there(tmp_path):
+    """Begun without a limit, and so exact; at 2 Mb/s it plans anew. Resumed from there, the same bits."""
+
+    def run(name: str, steps: int) -> TrainConfig:
+        return settings(
+            tmp_path / name, {"preset": "auto"}, mesh={"dp": 2, "pp": 2}, data={"held_out": 0.0},
+            optim={"steps": steps}, run={"checkpoint_every": 0, "eval_every": 0, "keep": 99},
+        )  # fmt: skip
+
+    def events(kind: str) -> list[dict[str, Any]]:
+        path = tmp_path / "followed" / "metrics.jsonl"
+        return [e for e in read_events(path) if e["kind"] == kind] if path.exists() else []
+
+    with Network(hosts=4, preload=PRELOAD) as net:
+        job = net.start(impatient, run("followed", 26), echo=False)
+        deadline = time.monotonic() + 60
+        while len(events("step")) < 8 and not job.done and time.monotonic() < deadline:
+            job.watch(0.1)
+        for host in range(4):
+            net.set_rate(host, "2mbit")
+        ranks = job.wait(100)
+        *_, first, last = (e["step"] for e in events("decision"))
+        folder = f"checkpoints/step-{last:08d}"
+        shutil.copytree(tmp_path / "followed" / folder, tmp_path / "again" / folder)
+        resumed = net.run(without_measuring, [(run("again", 26), True)], timeout=60, echo=False)
+    plans = [e["wire"] for e in events("decision")]
+    assert "gradient" not in plans[0] and "gradient" in plans[-1] and last > first >= 0
+    assert all(rank.decision == ranks[0].decision for rank in ranks) and ranks[0].decision.wire == plans[-1]
+    assert losses(tmp_path / "again") == losses(tmp_path / "followed")[last:] != []
+    assert merged([[rank.weights] for rank in ranks]) == merged([[rank[0].weights] for rank in resumed])
+    notes = [e["text"] for e in events("note")]
+    assert any(note.startswith(f"step {last}: steps take ") for note in notes)

@@ -17,12 +17,13 @@ PAIR = Exchanging([[0, 2], [1, 3]])
 
 def ballot(step: int = 7) -> Ballot:
     tables = torch.arange(PAIR.bytes, dtype=torch.uint8)
-    return Ballot(step, 2, 0.1, True, 2**31 - 1, torch.tensor([1.5, float("inf"), -0.0]), tables)
+    return Ballot(step, 2, 0.1, True, 2**31 - 1, 0.25, torch.tensor([1.5, float("inf"), -0.0]), tables)
 
 
 def test_a_ballot_arrives_as_it_was_sent():
     read = Vote(3, [PAIR])._read(1, ballot().pack())
-    assert (read.step, read.faults, read.squares, read.stop, read.tied) == (7, 2, 0.1, True, 2**31 - 1)
+    assert (read.step, read.faults, read.squares, read.stop) == (7, 2, 0.1, True)
+    assert (read.tied, read.seconds) == (2**31 - 1, 0.25)
     assert torch.equal(read.numbers, ballot().numbers.double()) and torch.equal(read.tables, ballot().tables)
 
 

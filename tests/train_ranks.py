@@ -20,7 +20,7 @@ from thinwire.train.engine import Piped
 from thinwire.train.loop import Trainer
 from thinwire.train.model.tensor_parallel import saved_name
 from thinwire.train.rank import train_rank
-from thinwire.train.tune import auto
+from thinwire.train.tune import auto, replan
 from thinwire.train.tune.auto import Decision
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -225,6 +225,12 @@ def decided(configs: list[tuple[TrainConfig, bool]]) -> list[Decided]:
         }
         out.append(Decided(trainer.parts.decision, sends, sums))
     return out
+
+
+def impatient(config: TrainConfig) -> Decided:
+    """A run that doubts its plan after three steps that take twice as long, or half."""
+    with mock.patch.object(replan, "STEPS", 3), mock.patch.object(replan, "FACTOR", 2.0):
+        return decided([(config, False)])[0]
 
 
 def without_measuring(configs: list[tuple[TrainConfig, bool]]) -> list[Decided]:

@@ -57,6 +57,11 @@ class Parts:
     batches: Batches
     steps: int
 
+    def close(self) -> None:
+        """Nothing more is trained with it: free its threads, groups and files."""
+        self.engine.close()
+        self.update.close()
+
     def about(self) -> dict[str, Any]:
         """The first event of a run, "run": the name of its wire, mesh, wire, sizes."""
         mesh = self.config.mesh
@@ -174,13 +179,17 @@ def _tie_by_rows(
     return None
 
 
-def build(config: TrainConfig, checked: Checked, say: Callable[[str], None], kept: Tensor | None = None) -> Parts:
+def build(
+    config: TrainConfig, checked: Checked, say: Callable[[str], None], kept: Tensor | None = None,
+    mesh: Mesh | None = None,
+) -> Parts:  # fmt: skip
     """What this rank trains with; called by all ranks together.
 
-    checked: what `check` returned. say: called with a line for the user. kept: the decision in a checkpoint.
+    checked: what `check` returned. say: called with a line for the user. kept: the decision in a checkpoint. mesh: one
+    that was made for this configuration; None: it is made here.
     """
     samples = checked.samples
-    mesh = make_mesh(config.mesh, config.run.device)
+    mesh = mesh or make_mesh(config.mesh, config.run.device)
     check_agreement("thinwire train", {"the configuration": repr(config), "the data": samples.digest}, None)
     blueprint = cut_by_time(config, checked.blueprint, say)
     batches = Batches(samples, config.optim.batch, config.data.seed, mesh.replica, config.mesh.dp)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from thinwire.distributed.checkpoint_files import METADATA, CheckpointReader, find_damage, write_checksums
 from thinwire.distributed.values import broadcast_json, gather_json
 from thinwire.errors import RunFailed, UsageError
+from thinwire.train.model.tensor_parallel import plain_name
 
 CHECKPOINTS = "checkpoints"
 PREFIX = "step-"
@@ -192,3 +193,9 @@ def _write_failure(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return f"the disk is full or failed: {error}" if "inline_container" in str(error) else None
+
+
+def renamed(state: dict[str, Tensor], name: str, other: str) -> dict[str, Tensor]:
+    """What belongs to a parameter in a checkpoint, under another parameter's name."""
+    own = [key for key in state if plain_name(key) == f"model/{name}" or key.startswith(f"optim/{name}/")]
+    return {key.replace(name, other, 1): state[key] for key in own}

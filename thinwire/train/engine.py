@@ -80,6 +80,9 @@ class Alone:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         raise UsageError("the checkpoint holds pipeline state, but this run has no pipeline")
 
+    def close(self) -> None:
+        """Nothing is held."""
+
 
 class Piped:
     """This rank's stages under one of torch's schedules, their messages compressed as `wire` says.
@@ -183,6 +186,10 @@ class Piped:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.pipeline.load_state_dict(state)
+
+    def close(self) -> None:
+        """Forget what is remembered of samples, and free the groups."""
+        self.pipeline.close()
 
 
 def autocast(config: TrainConfig) -> Callable[[], AbstractContextManager[Any]]:

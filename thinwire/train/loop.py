@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from thinwire.errors import UsageError
 from thinwire.train.build import Checked, Parts, build, check
-from thinwire.train.checkpoint import CHECKPOINTS, Checkpoints, refuse_second_run
+from thinwire.train.checkpoint import CHECKPOINTS, Checkpoints, refuse_second_run, renamed
 from thinwire.train.config.families import HEAD
 from thinwire.train.config.sections import TrainConfig
-from thinwire.train.data.batches import Batch, held_out_batches
+from thinwire.train.data.batches import held_out_batches, split_passes
 from thinwire.train.learning_rate import rate
 from thinwire.train.metrics import Metrics, say_unreadable
 from thinwire.train.model.tensor_parallel import concerns, plain_name, read_back, saved_name
@@ -30,6 +30,7 @@ from thinwire.train.publish import publish
 from thinwire.train.rows import fetch_rows, lend_rows, offer_rows
 from thinwire.train.stop import StopRequest
 from thinwire.train.totals import NUMBERS, Totals
+from thinwire.train.tune.replan import StepWatch, carried_over, is_same
 from thinwire.train.vote import Ballot, Vote
 
 DECISION = "decision"  # its name in a checkpoint
@@ -56,18 +57,22 @@ class Trainer:
         self.metrics: Metrics | None = None
         self.on_event: Callable[[dict[str, Any]], None] = lambda event: None
         self.notes: list[str] = []  # from before there are metrics
-        checked = checked or check(config)
+        self.checked = checked or check(config)
         self.checkpoints = Checkpoints(self.out / CHECKPOINTS, config.run.keep, local_rank)
         found = self.checkpoints.newest_sound(self._note)
         if found is not None:
             refuse_second_run(self.out, resume)
         kept = None if found is None else self.checkpoints.read(found, lambda name: name == DECISION).get(DECISION)
-        self.parts: Parts = build(config, checked, self._note, kept)
+        self.parts: Parts = build(config, self.checked, self._note, kept)
         self.step = 0
         self.seconds = 0.0
+        self.last_seconds = 0.0  # of the last step
+        self.last_hit_rate: float | None = None  # of its samples
         self.stop = StopRequest(loud=self.rank == 0)
         self.agreed_to_stop = False
-        self.totals = Totals(self.parts.engine, self.parts.update, config.mesh.dp * config.mesh.tp)
+        self.totals = self._totals()
+        self.watch = self._watch()
+        self.plans_anew = False
         self.vote = Vote(NUMBERS, self.parts.update.exchanging)
         if found is not None:
             self._load(found)
@@ -100,6 +105,8 @@ class Trainer:
         while self.step < self.steps:
             self._train_step()
             last = self.step == self.steps
+            if self.plans_anew and not last and not self.agreed_to_stop:
+                self._plan_anew()
             if last or (config.eval_every and self.step % config.eval_every == 0):
                 held_out = self._evaluate()
             if self.agreed_to_stop:
@@ -118,7 +125,7 @@ class Trainer:
         update.zero_grad()
         batch = self.parts.batches.next()
         fetch_rows(update.rows, batch.inputs)
-        parts = _parts(batch, passes)
+        parts = split_passes(batch, passes)
         following = [part.ids for part in parts[1:]] + [self._next_ids()]
         done = [None] * (passes - 1) + [update.begin]
         losses = [self.parts.engine.run(part, True, ids, then) for part, ids, then in zip(parts, following, done)]
@@ -126,8 +133,9 @@ class Trainer:
         good = update.exchanged()
         ballots = self.vote.hold(Ballot(
             self.step, self.parts.engine.faults() + (not good), update.squares(), self.stop.asked,
-            update.tied_checksum(), self.totals.mine(losses), self.vote.tables(update.tables()),
+            update.tied_checksum(), self.last_seconds, self.totals.mine(losses), self.vote.tables(update.tables()),
         ))  # fmt: skip
+        self.plans_anew = self.watch.departs(ballots[0].seconds, self.last_hit_rate)
         norm = update.norm([ballot.squares for ballot in ballots])
         faults = any(ballot.faults for ballot in ballots) or not self.vote.intact(ballots)
         skipped = faults or not math.isfinite(norm)
@@ -138,12 +146,14 @@ class Trainer:
         self.step += 1
         if self.step < self.steps:
             offer_rows(update.rows, self.parts.batches.peek_inputs())
-        took = time.perf_counter() - began
-        self.seconds += took
+        numbers = self.totals.step([ballot.numbers for ballot in ballots])
+        self.last_hit_rate = numbers["hit_rate"]
+        self.last_seconds = time.perf_counter() - began
+        self.seconds += self.last_seconds
         self._write(
-            "step", **self.totals.step([ballot.numbers for ballot in ballots]), lr=lr,
+            "step", **numbers, lr=lr,
             norm=None if skipped else norm, tokens=batch.inputs.numel() * self.config.mesh.dp,
-            seconds=self.seconds, step_seconds=took, wait_seconds=update.waited, skips=update.skips,
+            seconds=self.seconds, step_seconds=self.last_seconds, wait_seconds=update.waited, skips=update.skips,
             healed=update.tied.healed if update.tied else 0,
         )  # fmt: skip
 
@@ -160,13 +170,40 @@ class Trainer:
         batches = list(held_out_batches(self.parts.samples, self.config.optim.batch, mesh.replica, mesh.config.dp))
         with lend_rows(self.parts.update.rows, (batch.inputs for batch in batches)):
             for batch in batches:
-                parts = _parts(batch, self.config.optim.accumulate)
+                parts = split_passes(batch, self.config.optim.accumulate)
                 losses.append(([self.parts.engine.run(part, False) for part in parts], batch.labelled))
         held_out = self.totals.mean_loss(losses)
         self.totals.leave_out(before)
         if not math.isnan(held_out):
             self._write("eval", held_out=held_out, seconds=self.seconds, bytes=self.totals.bytes)
         return held_out
+
+    def _plan_anew(self) -> None:
+        """Measure and decide again, on all ranks after the same step, and go on with what fits the new plan."""
+        old, typical = self.parts.decision, self.watch.typical
+        assert old is not None
+        self._note(f"step {self.step}: steps take {typical:.3g} s, not the planned {self.watch.expected:.3g} s")
+        state = {name: value.clone() for name, value in self._state().items()}
+        self.parts.close()
+        self.parts = build(self.config, self.checked, self._note, mesh=self.parts.mesh)
+        new = self.parts.decision
+        assert new is not None
+        if is_same(old, new):
+            self._note("measured again, the plan is the same")
+            new = replace(new, expected=typical)
+            self.parts = replace(self.parts, decision=new)
+        self.totals = self._totals()
+        self.watch = self._watch()
+        self._restore(carried_over(state, old, new), "the new plan")
+        self._write("decision", **asdict(new))
+        self._save()
+
+    def _totals(self) -> Totals:
+        return Totals(self.parts.engine, self.parts.update, self.config.mesh.dp * self.config.mesh.tp)
+
+    def _watch(self) -> StepWatch:
+        plan = self.parts.decision
+        return StepWatch(None if plan is None else plan.expected or plan.seconds)
 
     def _note(self, text: str) -> None:
         """A line for the user: on the terminal of rank 0, and in the metrics."""
@@ -196,7 +233,7 @@ class Trainer:
             state[f"{own}/rng on card"] = torch.cuda.get_rng_state()
         state |= {f"data/{name}": torch.tensor(value) for name, value in self.parts.batches.state_dict().items()}
         if self.parts.blueprint.by_rows:  # also under the name of the copy that is not there, for runs that have it
-            state |= _renamed(state, HEAD, self.parts.blueprint.family.embedding)
+            state |= renamed(state, HEAD, self.parts.blueprint.family.embedding)
         state["cut"] = self._cut()
         if self.parts.decision is not None:
             state[DECISION] = self.parts.decision.pack()
@@ -205,9 +242,7 @@ class Trainer:
 
     def _load(self, path: Path) -> None:
         own = f"rank-{self.rank}/"
-        place = self.parts.mesh.slice
-        update = self.parts.update
-        named = self.parts.named
+        update, named, place = self.parts.update, self.parts.named, self.parts.mesh.slice
 
         def wanted(name: str) -> bool:
             known = (
@@ -217,15 +252,22 @@ class Trainer:
             )
             return known or update.wants(name)
 
-        state = self._placed(self.checkpoints.read(path, wanted))
+        self._restore(self.checkpoints.read(path, wanted), str(path))
+        self.say(f"resumed at step {self.step} from {path}")
+
+    def _restore(self, state: dict[str, Tensor], source: str) -> None:
+        """Go on from there. state: as `_state` returns it, of this rank at least. source: where it comes from."""
+        own = f"rank-{self.rank}/"
+        update, named, place = self.parts.update, self.parts.named, self.parts.mesh.slice
+        state = self._placed(state)
         with torch.no_grad():
             for name, parameter in named.items():
                 stored = read_back(f"model/{name}", state, parameter, place)
                 if stored is None:
-                    raise UsageError(f"{path} has no {name}: it is a checkpoint of another model")
+                    raise UsageError(f"{source} has no {name}: it is a checkpoint of another model")
                 if stored.shape != parameter.shape:
-                    was, now = tuple(stored.shape), tuple(parameter.shape)
-                    raise UsageError(f"{path}: {name} is {was}, here it is {now}: it is a checkpoint of another model")
+                    shapes = f"is {tuple(stored.shape)}, here it is {tuple(parameter.shape)}"
+                    raise UsageError(f"{source}: {name} {shapes}: it is a checkpoint of another model")
                 parameter.copy_(stored)
         same_cut = torch.equal(state["cut"], self._cut())
         update.load_state_dict(state, same_cut)
@@ -244,7 +286,6 @@ class Trainer:
         )
         self.step, self.seconds = int(state["step"]), float(state["seconds"])
         update.skips = int(state.get("skips", 0))  # older checkpoints lack it
-        self.say(f"resumed at step {self.step} from {path}")
 
     def _placed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The saved state on the devices of this run: tensors on its own, numbers and generators on the host."""
@@ -257,15 +298,3 @@ class Trainer:
         layers = self.parts.blueprint.layers
         mesh = self.config.mesh
         return torch.tensor([mesh.pp, mesh.tp, *(run.stop for run in layers), *mesh.plan().rank_of])
-
-
-def _renamed(state: dict[str, Tensor], name: str, other: str) -> dict[str, Tensor]:
-    """What belongs to a parameter in a checkpoint, under another parameter's name."""
-    own = [key for key in state if plain_name(key) == f"model/{name}" or key.startswith(f"optim/{name}/")]
-    return {key.replace(name, other, 1): state[key] for key in own}
-
-
-def _parts(batch: Batch, passes: int) -> list[Batch]:
-    """The rows of a step, split into `passes` pipeline passes; each keeps the step's count of labels."""
-    columns = (column.chunk(passes) for column in (batch.ids, batch.inputs, batch.labels))
-    return [Batch(ids, inputs, labels, batch.labelled) for ids, inputs, labels in zip(*columns)]

@@ -23,7 +23,7 @@ from thinwire.collectives.messages import gather
 from thinwire.collectives.transit import Transit
 from thinwire.errors import RunFailed
 
-HEAD = 5  # numbers of every ballot beside those of the metrics
+HEAD = 6  # numbers of every ballot beside those of the metrics
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Ballot:
 
     step: its number. faults: how many things this rank saw go wrong. squares: of its part of the gradient, added up.
     stop: it was asked to stop after this step. tied: a checksum of its copy of a tied embedding, 0 without one.
+    seconds: of its step before this one, 0 without one.
     numbers: of the metrics. tables: checksums of gradient messages (collectives/transit.py), uint8.
     """
 
@@ -40,12 +41,15 @@ class Ballot:
     squares: float
     stop: bool
     tied: int
+    seconds: float
     numbers: Tensor
     tables: Tensor
 
     def pack(self) -> Tensor:
         """uint8, of the same length on all ranks, with a checksum at its end."""
-        head = torch.tensor([self.step, self.faults, self.squares, self.stop, self.tied], dtype=torch.float64)
+        head = torch.tensor(
+            [self.step, self.faults, self.squares, self.stop, self.tied, self.seconds], dtype=torch.float64
+        )
         content = torch.cat((raw_bytes(head), raw_bytes(self.numbers.double()), self.tables))
         return torch.cat((content, raw_bytes(torch.tensor([_checksum(content)]))))
 
@@ -121,9 +125,9 @@ class Vote:
         if int(stored) != _checksum(content):
             raise RunFailed(f"what rank {rank} said of the step arrived damaged (checksum)")
         split = 8 * (HEAD + self.numbers)
-        step, faults, squares, stop, tied, *rest = content[:split].clone().view(torch.float64).tolist()
+        step, faults, squares, stop, tied, seconds, *rest = content[:split].clone().view(torch.float64).tolist()
         numbers = torch.tensor(rest, dtype=torch.float64)
-        return Ballot(int(step), int(faults), squares, bool(stop), int(tied), numbers, content[split:])
+        return Ballot(int(step), int(faults), squares, bool(stop), int(tied), seconds, numbers, content[split:])
 
 
 def _checksum(content: Tensor) -> int:

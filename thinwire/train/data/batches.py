@@ -133,3 +133,9 @@ def _order(ids: Ints, seed: int, salt: str) -> Ints:
 
 def _salted(seed: int, salt: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{salt}".encode(), digest_size=8).digest(), "little")
+
+
+def split_passes(batch: Batch, passes: int) -> list[Batch]:
+    """The rows of a step, split into `passes` pipeline passes; each keeps the step's count of labels."""
+    columns = (column.chunk(passes) for column in (batch.ids, batch.inputs, batch.labels))
+    return [Batch(ids, inputs, labels, batch.labelled) for ids, inputs, labels in zip(*columns)]

@@ -48,6 +48,7 @@ class Decision:
     seconds: float  # of a step, simulated
     exact: float  # of one with nothing compressed
     measured: Table
+    expected: float | None = None  # seconds of a step, once measured ones did not agree with the simulated
 
     def picked(self) -> frozenset[Send]:
         return frozenset(Send(Traffic(t), s, m) for t, s, m in self.sends)

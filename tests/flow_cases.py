@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import socket
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from thinwire.collectives.flows import LEAST, Flows
 from thinwire.collectives.groups import Metered, destroy, twin
+from thinwire.distributed import streams
 from thinwire.torch_private.groups import known_groups
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.bool)
@@ -121,11 +123,54 @@ def connections() -> set[int]:
     return found
 
 
+def groups_of_some_ranks_are_made_again_and_again() -> None:
+    """Of two of the ranks, each destroyed before the next is made, while the other rank makes none."""
+    pair = dist.new_group([0, 1])
+    before = known_groups()
+    for number in range(4) if dist.get_rank() < 2 else ():
+        again = twin(pair)
+        total = torch.tensor([dist.get_rank() + number])
+        dist.all_reduce(total, group=again)
+        check(int(total) == 2 * number + 1, f"group {number}: the sum is {int(total)}")
+        destroy(again)
+    check(known_groups() == before, "groups are left over")
+    everyone = twin(None)
+    dist.barrier(group=everyone)
+    destroy(everyone)
+
+
+def streams_are_as_many_as_are_clearly_faster() -> None:
+    """The rates are given, by the number of connections and by rank; what is measured is the same on all ranks."""
+    rank = dist.get_rank()
+    known = known_groups()
+    for rates, best, tried in (
+        ({1: 9e7, 4: 9.5e7}, 1, [1, 4]),
+        ({1: 5e6, 4: 2e7, 8: 2.1e7}, 4, [1, 4, 8]),
+        ({1: 5e6, 4: 2e7, 8: 4e7, 16: 7e7}, 16, [1, 4, 8, 16]),
+    ):
+        asked = []
+
+        def rate(flows: Flows, nbytes: int, rates: dict[int, float] = rates, asked: list[int] = asked) -> tuple:
+            asked.append(len(flows.groups))
+            return rates[len(flows.groups)], nbytes
+
+        with mock.patch.object(streams, "_rate", rate):
+            check(streams.settled_streams("auto", None) == best, f"rank {rank}: not {best} for {rates}")
+        check(asked == tried, f"tried were {asked}")
+    check(known_groups() == known, "groups are left over")
+    check(streams.settled_streams(3, None) == 3, "a number is taken as it is")
+    with mock.patch.object(streams, "LONG_ENOUGH", 1e-9):
+        count, rates = streams.measure_streams(None)
+    check(count in rates and all(rate > 0 for rate in rates.values()), f"measured {count} by {rates}")
+
+
 CASES = [
     functools.partial(all_to_all_at_once, 1, False),
     functools.partial(all_to_all_at_once, 2, True),
     functools.partial(all_to_all_at_once, 5, False),
     one_stream_makes_no_group,
     closing_frees_what_was_made,
+    groups_of_some_ranks_are_made_again_and_again,
+    streams_are_as_many_as_are_clearly_faster,
     a_lost_flow_is_an_error,
 ]

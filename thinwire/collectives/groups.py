@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.collectives.early import Early, PointToPoint
 from thinwire.collectives.transit import Transit
-from thinwire.torch_private.groups import is_known, known_groups, timeout_of
+from thinwire.torch_private.groups import NUMBERS, is_known, timeout_of
 
 
 class Alone:
@@ -101,21 +101,18 @@ def new_group(
     options: the backend's (torch's pg_options). backend: its name; None: the default group's. The group waits as long
     for a rank as `among` does: torch would give it half an hour, whatever the user said.
 
-    torch names such a group by its ranks and by how many groups a rank knows already: where ranks know different
-    numbers, they would wait for each other for ever. So the members first agree on that number, over `among`, and
-    those behind make groups of themselves alone until they have caught up.
+    torch names such a group by its ranks and a number that may differ between ranks: they would wait for each other for
+    ever. So the members first agree on one, over `among`, that none of them has used.
     """
     timeout = timeout_of(among)
     if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
         return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
-    known = known_groups()
-    most = torch.tensor([known], device="cuda" if dist.get_backend(among) == "nccl" else "cpu")
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=among)
-    for _ in range(int(most) - known):
-        dist.new_group([dist.get_rank()], backend="gloo", timeout=timeout, use_local_synchronization=True)
-    return dist.new_group(
-        list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
-    )
+    lowest = torch.tensor([NUMBERS.lowest()], device="cuda" if dist.get_backend(among) == "nccl" else "cpu")
+    dist.all_reduce(lowest, op=dist.ReduceOp.MAX, group=among)
+    with NUMBERS.take(int(lowest)):
+        return dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+        )
 
 
 def twin(group: Group, backend: str | None = None) -> dist.ProcessGroup:

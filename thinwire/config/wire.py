@@ -121,7 +121,8 @@ class Wire:
     gradient: gradients between replicas: a Reduction, a collective, or (collective, memory).
     embedding: the gradient of a tied embedding between its two copies, likewise.
     auto: measure before the first step, and stay exact where that is as fast.
-    streams: TCP connections that a message is cut over, 1 to 64, for links on which one cannot fill the rate.
+    streams: TCP connections that a message is cut over, 1 to 64, for links on which one cannot fill the rate; "auto":
+        as many as the links turn out to need when ranks first meet, which takes seconds.
     """
 
     forward: Link | None = None
@@ -129,7 +130,7 @@ class Wire:
     gradient: Reduction | None = None
     embedding: Reduction | None = None
     auto: bool = False
-    streams: int = 1
+    streams: int | str = 1
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
@@ -139,8 +140,8 @@ class Wire:
         if not isinstance(self.auto, bool):
             raise UsageError(f"[wire] auto = {self.auto!r}: must be true or false")
         whole = isinstance(self.streams, int) and not isinstance(self.streams, bool)
-        if not whole or not 1 <= self.streams <= MOST_STREAMS:
-            raise UsageError(f"[wire] streams = {self.streams!r}: allowed is a whole number from 1 to {MOST_STREAMS}")
+        if self.streams != "auto" and not (whole and 1 <= int(self.streams) <= MOST_STREAMS):
+            raise UsageError(f'[wire] streams = {self.streams!r}: allowed are 1 to {MOST_STREAMS}, and "auto"')
 
     @staticmethod
     def of(wire: WireLike) -> Wire:

@@ -8,8 +8,7 @@ Two words, used so everywhere in this room:
 
 - A **pass** takes every parameter's gradient once and gives every parameter's mean: one reducing backward. Its course
   is in gradient_pass.py.
-- A **step** is what is committed or rolled back as a whole, by all ranks together: the state that passes wrote. One
-  pass is a step of its own, unless `with reducer.step():` brackets several.
+- A **step** is what all ranks commit or roll back as a whole: one pass, or those in `with reducer.step():`.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from thinwire.data_parallel.parameters import (
 from thinwire.data_parallel.precompile import precompile_averaging
 from thinwire.data_parallel.step_state import StepState
 from thinwire.distributed.config_check import check_agreement, describe
+from thinwire.distributed.streams import settled_streams
 from thinwire.distributed.summary import Summary
 from thinwire.distributed.thread import CommunicationThread
 from thinwire.errors import UsageError
@@ -92,8 +92,8 @@ class Reducer:
         self.is_first = self.rank == 0 and (shards is None or world(shards)[1] == 0)  # of all ranks that agree
         precompile_averaging("gradients", self.reduction, self.parameters, self.size)
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
-        group = ALONE if own is None else own
-        self.exchange = Exchange(shapes, self.reduction, group, seed, own_group=True, streams=wire.streams)
+        streams = settled_streams(wire.streams, own or ALONE)
+        self.exchange = Exchange(shapes, self.reduction, own or ALONE, seed, own_group=True, streams=streams)
         self.thread = CommunicationThread("thinwire gradients")
         self.checkpoint = RankState(self.exchange, self.rank, self.size)
         agreeing = tuple(g for g in (own, shards) if g is not None)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from thinwire.collectives.flows import Flows
 from thinwire.collectives.groups import world
+from thinwire.distributed.streams import settled_streams
 from thinwire.distributed.summary import Summary
 from thinwire.errors import UsageError
 from thinwire.pipeline.announce import Announcement, Ids, announcement
@@ -157,19 +158,18 @@ class Pipeline:
         """The first time, all ranks of the pipeline together."""
         if self.handshake is None:
             found = shake_hands(self.stages, self.group, self._options(), self.plan)
-            streams = self.stages[0].wire.streams
+            streams = settled_streams(self.stages[0].wire.streams, self.group)
             overlaps = self.overlap and world(self.group)[0] > 1
-            place = self.stages[0].stage_index, found.rank_of, self.group, self.device
-            transports = make_transports(*place, streams) if overlaps else None
+            first = self.stages[0].stage_index
+            transports = make_transports(first, found.rank_of, self.group, self.device, streams) if overlaps else None
             flows = Flows(self.group, streams) if streams > 1 and not overlaps else None
             for stage in self.stages:
                 stage.connect(found.connections[stage.stage_index], transports, flows)
             modules = {stage.stage_index: stage.submod for stage in self.stages}
             self._shapes = Shapes(modules, found.rank_of, self.group, self.device)
             self.handshake = found
-            if self.row is not None:
-                for line in store_forecast(self.lanes(), self.samples, self.row):
-                    self.say(line)
+            for line in () if self.row is None else store_forecast(self.lanes(), self.samples, self.row):
+                self.say(line)
         return self.handshake
 
     def _inputs(self, shape: tuple[int, ...]) -> list[list[Spec]] | None:

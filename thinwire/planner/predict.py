@@ -55,6 +55,7 @@ def _step(run: Run, wire: Wire, cold: bool) -> Step:
         run.machine,
         max((hop.wire for hop in hops.values()), default=0.0),
         lambda send: _port(run, send),
+        run.network.across.latency if run.dp * run.pp > 1 else 0.0,
     )
 
 

@@ -46,7 +46,7 @@ class Result:
 
     @property
     def makespan(self) -> float:
-        return self.timing.makespan
+        return self.timing.makespan + self.step.closing
 
     @cached_property
     def path(self) -> list[int]:
@@ -82,9 +82,9 @@ class Result:
 
     @cached_property
     def spent(self) -> dict[str, float]:
-        """The makespan by what the critical path spends it on: compute, codec, wire (latency included)."""
-        seconds = {COMPUTE: 0.0, "codec": 0.0, WIRE: 0.0}
-        starts = [*(self.timing.start[i] for i in self.path), self.makespan]
+        """The makespan by what the critical path spends it on: compute, codec, wire (latency and closing included)."""
+        seconds = {COMPUTE: 0.0, "codec": 0.0, WIRE: self.step.closing}
+        starts = [*(self.timing.start[i] for i in self.path), self.timing.makespan]
         for at, task in enumerate(self.path):
             what = self.about[task].what
             seconds[what if what in seconds else "codec"] += starts[at + 1] - starts[at]

@@ -91,6 +91,7 @@ class Step:
     machine: Machine = Machine()
     slice: float = 0.0  # seconds a gradient may hold a port at a time; 0: a whole unit
     port: Callable[[Send], Hashable] | None = None  # what a message occupies; None: its rank's port
+    closing: float = 0.0  # seconds after all of it: the ranks' vote on the step, and the optimiser's
 
     def occupies(self, send: Send) -> Hashable:
         return self.schedule.rank_of[send.stage] if self.port is None else self.port(send)

@@ -18,6 +18,7 @@ from thinwire.data_parallel.precompile import try_exchange
 from thinwire.data_parallel.tied_rows import TiedRows
 from thinwire.distributed.config_check import check_agreement
 from thinwire.distributed.precompile import precompile
+from thinwire.distributed.streams import describe_streams, measure_streams
 from thinwire.errors import UsageError
 from thinwire.memory import Delta, Plain
 from thinwire.pipeline.message_choice import Plan
@@ -119,6 +120,16 @@ def _with_embedding(wire: Wire, config: TrainConfig, blueprint: Blueprint) -> Wi
     return replace(wire, embedding=given)
 
 
+def _with_streams(wire: Wire, say: Callable[[str], None]) -> Wire:
+    """With streams = "auto" as many as the ranks measure. That changes no bit, so no checkpoint has it."""
+    if wire.streams != "auto":
+        return wire
+    count, rates = measure_streams(None)
+    if rates:
+        say(describe_streams(count, rates))
+    return replace(wire, streams=count)
+
+
 def _used_rows(config: TrainConfig, blueprint: Blueprint, samples: Samples) -> int:
     """How many rows of the embedding a replica's first batch uses at most; 0 where there are no two copies that train.
     The same on all ranks, also of a resumed run."""
@@ -191,6 +202,7 @@ def build(
     samples = checked.samples
     mesh = mesh or make_mesh(config.mesh, config.run.device)
     check_agreement("thinwire train", {"the configuration": repr(config), "the data": samples.digest}, None)
+    given = _with_streams(checked.wire, say)
     blueprint = cut_by_time(config, checked.blueprint, say)
     batches = Batches(samples, config.optim.batch, config.data.seed, mesh.replica, config.mesh.dp)
     mine = [stage for stage, rank in enumerate(config.mesh.plan().rank_of) if rank == mesh.position]
@@ -198,11 +210,12 @@ def build(
     stages = build_stages(blueprint, mine, config.run.seed, config.run.device, config.run.recompute, cut)
     named = tensor.local_parameters(named_parameters(stages))
     used = _used_rows(config, blueprint, samples)
-    asked, wire = _with_rows(config, with_fitting_rank(checked.wire, named, say), blueprint, kept, used)
+    asked, wire = _with_rows(config, with_fitting_rank(given, named, say), blueprint, kept, used)
     _precompile(asked, wire, stages, named, say)
     decision = decide(asked, wire, mesh, stages, named, kept, say, used)
     if decision is not None and wire.auto:
         wire = _with_embedding(with_fitting_rank(Wire.of(decision.wire), named, say), config, blueprint)
+        wire = replace(wire, streams=given.streams)
     table = asked.wire if decision is None else decision.wire
     wire = _where_rows_pay(wire, table, config, blueprint, used, say)
     blueprint = replace(blueprint, by_rows=wire.embedding is not None and wire.embedding.sync == "rows")

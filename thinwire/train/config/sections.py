@@ -198,7 +198,7 @@ WIRE = f"""\
 [wire]                       # what crosses the slow network; a preset, or a table for each kind of traffic
 preset = "max"               # auto, {", ".join(PRESETS)}
 # auto = true                # measure before the first step, and compress at most as the rest says; exact if as fast
-# streams = 8                # cut messages over so many TCP connections, for long or lossy links
+# streams = "auto"           # cut messages over several TCP connections, for long or lossy links; or a number
 """
 
 

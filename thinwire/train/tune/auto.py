@@ -95,7 +95,7 @@ def decide(
         return None
     if kept is not None and is_kept(config, kept):
         return Decision.unpack(kept)
-    measured = measure(config, forms(config, wire), mesh, stages, named, rows)
+    measured = measure(config, forms(config, wire), mesh, stages, named, rows, int(wire.streams))
     made = decision(config, wire, level_tables(config), measured) if dist.get_rank() == 0 else None
     chosen = Decision(**broadcast_json(None if made is None else asdict(made)))
     say(describe(chosen))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,15 +21,17 @@ from thinwire.pipeline.lane import Lane, Message
 from thinwire.planner.actions import Schedule
 from thinwire.planner.network import LinkSpeed
 from thinwire.planner.sizes import rows_bytes
-from thinwire.planner.step import Hop, Send, Step, Traffic, Work
+from thinwire.planner.step import Hop, Machine, Send, Step, Traffic, Work
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.engine import autocast
 from thinwire.train.mesh import Mesh
 from thinwire.train.model.stage import Stage
 from thinwire.train.tune.layer_times import once
-from thinwire.train.tune.links import elapsed, exchanges, noise, probe
+from thinwire.train.tune.links import elapsed, exchanges, noise, probe, trains, vote_seconds
+from thinwire.train.tune.turns import shared_cores, turns
 
 ROUNDS = 3  # of every measurement; the first allocates, the fastest of the others counts
+ENOUGH_VALUES = 4_000_000  # by which the optimiser's step is timed
 WAYS = {"forward": 1, "backward": -1}  # kinds of messages, and how many stages ahead they go
 Settings = Mapping[str, Sequence[Any]]  # by kind of traffic, one per level: a Link or a Reduction, None for exact
 
@@ -45,6 +47,9 @@ class Measured:
     size: dict[str, list[float]]  # bytes, by kind and level
     coding: dict[str, list[list[float]]]  # seconds to encode and to decode a message, by direction and level
     exchange: dict[str, list[list[float]]]  # seconds, by kind and level: of gradients by stage, of the embedding one
+    closing: float = 0.0  # seconds of the vote and the optimiser's step
+    travel: dict[str, list[list[float]]] = field(default_factory=dict)  # of a message, by direction, level and stage
+    machine: list[int] = field(default_factory=lambda: [0, 0, 1])  # cores, ranks and replicas that share them; 0: none
 
     def step(self, schedule: Schedule, levels: Mapping[str, int], fused: bool = False) -> Step:
         """The simulator's step at these levels. `fused`: the tied embedding in one exchange."""
@@ -61,7 +66,7 @@ class Measured:
             schedule, Work(tuple(self.forward), halves, halves), lambda send: hops[send._replace(part=0)],
             [[Hop(wire=t)] for t in gradients[levels["gradient"]]] if gradients else [],
             Hop(wire=embedding[levels["embedding"]][0]) if embedding else None,
-            fused, slice=max((hop.wire for hop in hops.values()), default=0.0),
+            fused, Machine(*self.machine), max((hop.wire for hop in hops.values()), default=0.0), closing=self.closing,
         )  # fmt: skip
 
     def cost(self, kind: str, level: int) -> float:
@@ -72,35 +77,44 @@ class Measured:
 
     def _hop(self, way: str, stage: int, level: int) -> Hop:
         nbytes, (encode, decode) = self.size[way][level], self.coding[way][level]
-        return Hop(nbytes, 8 * nbytes / self.rate[way][stage], self.latency[way][stage], encode, decode)
+        seconds = self.travel[way][level][stage] if way in self.travel else 8 * nbytes / self.rate[way][stage]
+        return Hop(nbytes, seconds, self.latency[way][stage], encode, decode)
 
 
 def measure(
     config: TrainConfig, settings: Settings, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter],
-    rows: int,
+    rows: int, streams: int = 1,
 ) -> Measured:  # fmt: skip
     """Measure; all ranks call it together and measure at the same time, as they will train.
 
-    rows: how many rows of a tied embedding a batch uses."""
+    rows: how many rows of a tied embedding a batch uses. streams: connections that a message is cut over."""
     device = next(next(iter(stages.values())).parameters()).device
-    mine: dict[str, Any] = {"compute": {i: _compute(config, stage) for i, stage in sorted(stages.items())}}
-    mine["links"] = _links(config, mesh, device)
+    mine: dict[str, Any] = {"compute": {}}
+    for _ in turns():
+        mine["compute"] = {i: _compute(config, stage) for i, stage in sorted(stages.items())}
+        optimizer = _optimizer_seconds(named)
+    mine["links"] = _links(config, mesh, device, streams)
+    mine["closing"] = vote_seconds() + optimizer
     shape = config.microbatch, config.data.seq_len, next(iter(stages.values())).config.hidden_size // config.mesh.tp
     dtype = next(next(iter(stages.values())).parameters()).dtype
-    for way in WAYS:
-        if any(kind == way for kind, _ in mine["links"]):
-            mine[way] = [_coding(link, noise(*shape).to(device, dtype)) for link in settings[way]]
+    if config.mesh.pp > 1:
+        for _ in turns():
+            for way in WAYS:
+                mine[way] = [_coding(link, noise(*shape).to(device, dtype)) for link in settings[way]]
+        sizes = {way: [nbytes for nbytes, *_ in mine[way]] for way in WAYS}
+        mine["travel"] = _travel(config, mesh, device, streams, sizes)
     if config.mesh.dp > 1:
         mine["gradient"] = {
-            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device)
+            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device, streams)
             for i, stage in sorted(stages.items())
         }
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)
     if tied is not None:
-        mine["embedding"] = _embedding(tuple(named[tied].shape), settings["embedding"], mesh, device, rows)
+        mine["embedding"] = _embedding(tuple(named[tied].shape), settings["embedding"], mesh, device, rows, streams)
     links = [[way, stage, speed.rate, speed.latency] for (way, stage), speed in mine["links"].items()]
     everyone = [_numbered(part) for part in gather_json({**mine, "links": links})]
-    return _merged(len(config.mesh.plan().rank_of), everyone)
+    shared = shared_cores(device) if config.mesh.tp == 1 else 0
+    return _merged(len(config.mesh.plan().rank_of), everyone, [shared, 0, config.mesh.dp if shared else 1])
 
 
 def _numbered(part: dict[str, Any]) -> dict[str, Any]:
@@ -114,11 +128,13 @@ def _numbered(part: dict[str, Any]) -> dict[str, Any]:
     return {**part, **by_stage, "links": links}
 
 
-def _merged(stages: int, everyone: list[dict[str, Any]]) -> Measured:
+def _merged(stages: int, everyone: list[dict[str, Any]], machine: list[int]) -> Measured:
     """Of every quantity the slowest of the ranks' measurements."""
     compute = [[part["compute"][s] for part in everyone if s in part["compute"]] for s in range(stages)]
     links = [entry for part in everyone for entry in part["links"].items()]
-    out = Measured([max(f for f, _ in c) for c in compute], [max(b for _, b in c) for c in compute], {}, {}, {}, {}, {})
+    slowest = [[max(seconds) for seconds in zip(*of_stage)] for of_stage in compute]
+    closing = max(part["closing"] for part in everyone)
+    out = Measured([f for f, _ in slowest], [b for _, b in slowest], {}, {}, {}, {}, {}, closing, machine=machine)
     for way in WAYS:
         found = [[speed for key, speed in links if key == (way, s)] for s in range(stages)]
         if any(found):
@@ -127,6 +143,13 @@ def _merged(stages: int, everyone: list[dict[str, Any]]) -> Measured:
             coded = [part[way] for part in everyone if way in part]
             out.size[way] = [float(one[0]) for one in coded[0]]
             out.coding[way] = [[max(one[r][at] for one in coded) for at in (1, 2)] for r in range(len(coded[0]))]
+            out.travel[way] = [
+                [
+                    max((part["travel"][way][r] for part in everyone if (way, s) in part["links"]), default=0.0)
+                    for s in range(stages)
+                ]
+                for r in range(len(coded[0]))
+            ]
     for kind in ("gradient", "embedding"):
         parts = [part[kind] for part in everyone if kind in part]
         if parts:
@@ -149,19 +172,50 @@ def _compute(config: TrainConfig, stage: Stage) -> tuple[float, float]:
     return min(f for f, _ in runs), min(b for _, b in runs)
 
 
-def _links(config: TrainConfig, mesh: Mesh, device: torch.device) -> dict[tuple[str, int], LinkSpeed]:
+def _optimizer_seconds(named: Mapping[str, nn.Parameter]) -> float:
+    """Of AdamW's step on this rank's parameters: on a part of them, scaled."""
+    some: list[torch.Tensor] = []
+    for parameter in named.values():
+        if sum(x.numel() for x in some) < ENOUGH_VALUES:
+            some.append(torch.zeros_like(parameter).requires_grad_())
+    for x in some:
+        x.grad = torch.zeros_like(x)
+    adam = torch.optim.AdamW(some, foreach=True)
+    took = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        adam.step()
+        took.append(elapsed(began, some[0].device))
+    return min(took[1:]) * sum(p.numel() for p in named.values()) / sum(x.numel() for x in some)
+
+
+def _links(config: TrainConfig, mesh: Mesh, device: torch.device, streams: int) -> dict[tuple[str, int], LinkSpeed]:
     """By direction and sending stage, the links on which this rank receives from its neighbours."""
     rank_of, found = config.mesh.plan().rank_of, {}
     if config.mesh.pp == 1:
         return {}
-    onward = probe(mesh.pp, 1, device)
-    back = onward if config.mesh.pp == 2 else probe(mesh.pp, -1, device)
+    onward = probe(mesh.pp, 1, device, streams)
+    back = onward if config.mesh.pp == 2 else probe(mesh.pp, -1, device, streams)
     for stage, rank in enumerate(rank_of):
         for way, ahead in WAYS.items():
             sender = stage - ahead
             if rank == mesh.position and 0 <= sender < len(rank_of) and rank_of[sender] != rank:
                 found[way, sender] = onward if (rank - rank_of[sender]) % config.mesh.pp == 1 else back
     return found
+
+
+def _travel(
+    config: TrainConfig, mesh: Mesh, device: torch.device, streams: int, sizes: dict[str, list[int]]
+) -> dict[str, list[float]]:
+    """By direction and level, the seconds that a message takes of the link on which this rank receives, of as many as a
+    step has. sizes: of the messages."""
+    out = {}
+    for way, ahead in WAYS.items():
+        count = config.mesh.microbatches
+        took = trains(mesh.pp, ahead, device, streams, sizes[way], count)
+        [least] = trains(mesh.pp, ahead, device, streams, [4], 1)
+        out[way] = [max(0.0, seconds - least) / count for seconds in took]
+    return out
 
 
 def _coding(link: Link | None, x: torch.Tensor) -> tuple[int, float, float]:
@@ -192,17 +246,22 @@ def _shapes(stage: Stage, named: Mapping[str, nn.Parameter]) -> dict[str, tuple[
 
 
 def _embedding(
-    shape: tuple[int, ...], settings: Sequence[Reduction | None], mesh: Mesh, device: torch.device, rows: int
+    shape: tuple[int, ...],
+    settings: Sequence[Reduction | None],
+    mesh: Mesh,
+    device: torch.device,
+    rows: int,
+    streams: int,
 ) -> list[tuple[float, float]]:
     """The tied one's over both its stages and all replicas, or over replicas and then between the two; by rows, over
     replicas, and `rows` up and down, which take as long as they do where both ends send at once."""
     settings = [replace(setting, exact_dims=0, exclude=()) if setting else None for setting in settings]
     if any(setting.sync == "fused" for setting in settings if setting):
-        return exchanges({"tied": shape}, settings, mesh.ends, device)
-    apart = exchanges({"tied": shape}, settings, mesh.dp, device)
+        return exchanges({"tied": shape}, settings, mesh.ends, device, streams)
+    apart = exchanges({"tied": shape}, settings, mesh.dp, device, streams)
     if any(setting.sync == "rows" for setting in settings if setting):
-        [(sent, took)] = exchanges({"rows": (rows, shape[1])}, [None], mesh.pair, device)
+        [(sent, took)] = exchanges({"rows": (rows, shape[1])}, [None], mesh.pair, device, streams)
         travel = [rows_bytes(setting.rows_codec if setting else None, rows, shape[1]) for setting in settings]
         return [(n + both, seconds + took * both / sent) for (n, seconds), both in zip(apart, travel)]
-    [(sent, took)] = exchanges({"tied": shape}, [None], mesh.pair, device)
+    [(sent, took)] = exchanges({"tied": shape}, [None], mesh.pair, device, streams)
     return [(nbytes + sent, seconds + took) for nbytes, seconds in apart]

@@ -235,8 +235,8 @@ def _odd_tensors(name: str, collective: Collective, unit_mb: float) -> None:
 def parameters_of_every_form_are_measured() -> None:
     """By the measurement of a network that chooses the wire of a training run."""
     shapes = {name: tuple(p.shape) for name, p in Odd().named_parameters()}
-    (sent, _), (fewer, _) = exchanges(shapes, [None, tw.Wire.of("bf16").gradient], None, torch.device("cpu"))
-    check(0 < fewer < sent, f"measured: {sent} bytes exact, {fewer} in bf16")
+    exact, cast = exchanges(shapes, [None, tw.Wire.of("bf16").gradient], None, torch.device("cpu"))
+    check(0 < cast.sent < exact.sent, f"measured: {exact.sent} bytes exact, {cast.sent} in bf16")
 
 
 def empty_parameter_is_reduced_like_any() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.planner.flows import GOAL, MOST, choose_streams, one_flow
+from thinwire.planner import flows
+from thinwire.planner.flows import GOAL, INITIAL, MOST, choose_streams, one_flow, slow_start
 
 RTT = st.floats(1e-4, 2.0)
 LOSS = st.floats(1e-6, 0.2)
@@ -54,3 +56,21 @@ def test_as_few_as_are_enough(rate: float, rtt: float, loss: float, name: str) -
     assert 1 <= streams <= MOST
     assert streams == MOST or streams * alone >= GOAL * rate * (1 - 1e-9)
     assert streams == 1 or (streams - 1) * alone < GOAL * rate
+
+
+@given(
+    nbytes=st.floats(1, 1e9), rate=st.floats(1e5, 1e10), rtt=st.floats(1e-5, 0.5), streams=st.integers(1, 64)
+)  # fmt: skip
+def test_slow_start_costs_a_round_trip_per_doubling_at_most(nbytes, rate, rtt, streams) -> None:
+    extra = slow_start(nbytes, rate, rtt, streams)
+    rounds = math.ceil(math.log2(max(1.0, min(nbytes, 2 * rate * rtt / 8) / INITIAL)) + 1)
+    assert 0 <= extra <= rtt * rounds
+    if nbytes <= INITIAL * streams or 8 * INITIAL * streams >= rate * rtt:
+        assert extra == 0
+
+
+def test_slow_start_of_256_kB_over_50_ms() -> None:
+    """Windows of 15, 29, 58 and 116 kB at 100 Mb/s: four answers to wait for, less what is sent meanwhile."""
+    with mock.patch.object(flows, "SILENCE", 60.0):
+        found = slow_start(256e3, 1e8, 0.1)
+    assert found == pytest.approx(4 * 0.1 - 8 * 15 * INITIAL / 1e8)

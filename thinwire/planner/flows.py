@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 
 MSS = 1448  # bytes of payload in a packet of 1500, with TCP's time stamps
+INITIAL = 10 * MSS  # bytes that a connection sends before the first answer, at first and after a silence
 # Bytes that one flow has under way at most where nothing was set. Linux's usual limit of a sender (the last number of
 # tcp_wmem) is 4 MiB, and some of it is the kernel's own: measured were 2.6 MB at 1 Gb/s and 100 ms.
 WINDOW = 2_600_000
+SILENCE = 1.0  # seconds between the messages of two steps, about
 MOST = 32  # flows that are chosen at most: each is a connection between every two ranks
 GOAL = 0.9  # share of the rate that the chosen flows are to carry
 LOSS_BLIND = ("bbr",)
@@ -42,3 +44,20 @@ def choose_streams(rate: float, rtt: float, loss: float, congestion: str, window
     """
     alone = one_flow(rtt, loss, congestion, window)
     return max(1, min(MOST, math.ceil(GOAL * rate / alone)))
+
+
+def slow_start(nbytes: float, rate: float, rtt: float, streams: int = 1) -> float:
+    """Seconds by which a message after a silence takes longer than at the link's rate.
+
+    A connection sends a window of bytes, waits for the answer, sends twice as many, and so on, until the link is full.
+    In a silence the window falls to a half in every time-out (rtt + 200 ms in Linux), to INITIAL at least.
+    nbytes: of the message. streams: connections that it is cut over. The others: as of `choose_streams`.
+    """
+    full = rate * rtt / 8
+    window = max(INITIAL * streams, min(nbytes, full) / 2 ** (SILENCE / (rtt + 0.2)))
+    left, extra = nbytes, 0.0
+    while left > window and window < full:
+        extra += rtt - 8 * window / rate
+        left -= window
+        window *= 2
+    return extra

@@ -1,10 +1,11 @@
 """How fast the network is: between neighbours of a group, in exchanges of gradients, and in a vote; all ranks at the
 same time, and as in training: receives are posted before messages are sent, which go over as many streams.
 
-Between neighbours a few bytes measure the latency. Then messages double in size until one takes LONG_ENOUGH: the burst
-that a shaped link lets through, TCP's first windows and the clock's resolution no longer matter then. Of the gradients
-a part is exchanged that takes as long uncompressed, and next to nothing, which takes the latencies: what is between
-them is scaled to all of them.
+Between neighbours a few bytes and their answer measure the latency. Then messages double in size until one takes
+LONG_ENOUGH: the burst that a shaped link lets through, TCP's first windows and the clock's resolution no longer matter
+then. Of the gradients a part is exchanged that takes as long uncompressed, and next to nothing, which takes the
+latencies: what is between them is scaled to all of them. What is timed is not preceded by a silence, as steps are: what
+TCP's slow start adds then is computed (planner/flows.py).
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives import Dense
-from thinwire.collectives.early import Early
 from thinwire.collectives.flows import Flows
-from thinwire.collectives.groups import Metered, destroy, twin, world
-from thinwire.collectives.messages import gather
+from thinwire.collectives.groups import destroy, twin, world
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.exchange import Exchange
+from thinwire.planner.flows import slow_start
 from thinwire.planner.network import LinkSpeed
 
 SMALLEST = 1 << 14  # bytes of the first message
@@ -32,8 +33,8 @@ LONG_ENOUGH = 0.3  # seconds of one message
 PINGS = 8  # messages by which latency is measured
 FEWEST = 1 << 14  # values of the first exchange
 MORE = 4  # how many times as many values the next exchange has
-ROUNDS = 2  # of an exchange; the last counts, the first allocates
-SILENCE = 0.4  # seconds before what is timed: after about so long without a message TCP starts slowly again
+ROUNDS = 3  # of an exchange, after one that allocates
+MANY = 10  # latencies that an exchange takes at least, unless all of it is exchanged
 EXACT = Reduction(Dense())
 
 
@@ -42,15 +43,41 @@ def probe(group: dist.ProcessGroup | None, ahead: int, device: torch.device, str
 
     All ranks of the world call it together. streams: connections that a message is cut over, on CPUs."""
     flows = Flows(group, streams if device.type == "cpu" else 1)
-    latency = sorted(_shift(4, flows, ahead, device) for _ in range(PINGS))[PINGS // 2]
+    latency = latency_of(flows, ahead, device)
     nbytes = SMALLEST
     while True:
         took = _shift(nbytes, flows, ahead, device)
-        if slowest(took) >= LONG_ENOUGH or nbytes == LARGEST:
+        if slowest(took) >= LONG_ENOUGH + MANY * latency or nbytes == LARGEST:
             break
         nbytes *= 2
     flows.close()
     return LinkSpeed(8 * nbytes / max(took - latency, 1e-9), latency)
+
+
+def latency_of(flows: Flows, ahead: int, device: torch.device) -> float:
+    """Seconds of a few bytes one way: half of what they and their answer take; the fastest of several."""
+    if not flows.groups:
+        return 0.0
+    if device.type != "cpu":
+        return min(_shift(4, flows, ahead, device) for _ in range(PINGS))
+    size, rank = world(flows.groups[0])
+    source, to = (rank - ahead) % size, (rank + ahead) % size
+    took = []
+    for _ in range(PINGS):
+        ping, pong, out = (torch.zeros(4, dtype=torch.uint8) for _ in range(3))
+        asked, answered = flows.irecv(ping, source, 1), flows.irecv(pong, to, 2)
+        dist.barrier(group=flows.groups[0])
+        began = time.perf_counter()
+        sends = flows.isend(out, to, 1)
+        for work in asked:
+            work.wait()
+        sends += flows.isend(out, source, 2)
+        for work in answered:
+            work.wait()
+        took.append((time.perf_counter() - began) / 2)
+        for work in sends:
+            work.wait()
+    return min(took)
 
 
 def slowest(seconds: float, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> float:
@@ -60,61 +87,23 @@ def slowest(seconds: float, group: dist.ProcessGroup | None = None, device: torc
     return float(longest)
 
 
-def vote_seconds() -> float:
-    """Seconds until every rank has a kilobyte of every other one, of the slowest rank."""
-    if dist.get_world_size() == 1:
-        return 0.0
-    own = twin(None)
-    group = Metered(own, early=Early(Flows(own, 1), 0))
-    took = []
-    for _ in range(PINGS):
-        dist.barrier()
-        began = time.perf_counter()
-        assert group.early is not None
-        group.early.begin()
-        gather(torch.zeros(1024, dtype=torch.uint8), group)
-        took.append(time.perf_counter() - began)
-    destroy(own)
-    return slowest(sorted(took)[PINGS // 2])
-
-
-def trains(
-    group: dist.ProcessGroup | None, ahead: int, device: torch.device, streams: int, sizes: Sequence[int], count: int
-) -> list[float]:
-    """Per size, the seconds in which this rank receives `count` messages of so many bytes from the one `ahead` places
-    before it. They leave at once, after a silence as there is between steps: TCP then starts slowly again.
-
-    All ranks of the world call it together."""
-    flows = Flows(group, streams if device.type == "cpu" else 1)
-    took = []
-    for nbytes in sizes:
-        runs = []
-        for _ in range(ROUNDS):
-            time.sleep(SILENCE)
-            runs.append(_shift(nbytes, flows, ahead, device, count))
-        took.append(min(runs))
-    flows.close()
-    return took
-
-
-def _shift(nbytes: int, flows: Flows, ahead: int, device: torch.device, count: int = 1) -> float:
-    """Seconds until this rank has received its messages; in a group of one nothing is sent."""
+def _shift(nbytes: int, flows: Flows, ahead: int, device: torch.device) -> float:
+    """Seconds until this rank has received its message; in a group of one nothing is sent."""
     if not flows.groups:
         dist.barrier()
         return 0.0
     size, rank = world(flows.groups[0])
     source, to = (rank - ahead) % size, (rank + ahead) % size
-    out = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    into = [torch.empty_like(out) for _ in range(count)]
-    works = [work for x in into for work in flows.irecv(x, source)] if device.type == "cpu" else []
+    out, into = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    works = flows.irecv(into, source) if device.type == "cpu" else []
     dist.barrier()
     began = time.perf_counter()
     if device.type == "cpu":
-        sends = [work for _ in into for work in flows.isend(out, to)]
+        sends = flows.isend(out, to)
     else:  # NCCL takes both in one batch
-        receives = [dist.P2POp(dist.irecv, x, group=flows.groups[0], group_peer=source) for x in into]
+        receive = dist.P2POp(dist.irecv, into, group=flows.groups[0], group_peer=source)
         send = dist.P2POp(dist.isend, out, group=flows.groups[0], group_peer=to)
-        works, sends = dist.batch_isend_irecv([*receives, *[send] * count]), []
+        works, sends = dist.batch_isend_irecv([receive, send]), []
     for work in works:
         work.wait()
     took = elapsed(began, device)
@@ -123,24 +112,37 @@ def _shift(nbytes: int, flows: Flows, ahead: int, device: torch.device, count: i
     return took
 
 
+class ExchangeCost(NamedTuple):
+    """Bytes that a rank sends, seconds of the slowest rank, and how many of these pass without a transfer."""
+
+    sent: float
+    seconds: float
+    waiting: float
+
+
+NOTHING = ExchangeCost(0.0, 0.0, 0.0)
+
+
 def exchanges(
     shapes: Mapping[str, tuple[int, ...]], settings: Sequence[Reduction | None], group: dist.ProcessGroup | None,
-    device: torch.device, streams: int = 1,
-) -> list[tuple[float, float]]:  # fmt: skip
-    """Per setting (None: exact) the bytes that this rank sends and the seconds of the slowest rank, for one exchange of
-    tensors of these shapes."""
+    device: torch.device, streams: int = 1, speed: LinkSpeed | None = None,
+) -> list[ExchangeCost]:  # fmt: skip
+    """Per setting (None: exact) what one exchange of tensors of these shapes costs.
+
+    speed: of the group's links, for what TCP's slow start adds; None: nothing is added."""
     total = sum(map(math.prod, shapes.values()))
     if not total or world(group)[0] == 1:
-        return [(0.0, 0.0) for _ in settings]
+        return [NOTHING for _ in settings]
     place = group, device, streams
+    least = {name: _first_rows(shape, 1e-9) for name, shape in shapes.items()}
+    _, latencies = _exchange(least, EXACT, *place)
     share = FEWEST / total
     while True:
         part = {name: _first_rows(shape, min(1.0, share)) for name, shape in shapes.items()}
         exact = _exchange(part, EXACT, *place)
-        if share >= 1 or exact[1] >= LONG_ENOUGH:
+        if share >= 1 or exact[1] >= LONG_ENOUGH + MANY * latencies:
             break
         share *= MORE
-    least = {name: _first_rows(shape, 1e-9) for name, shape in shapes.items()}
     more = _values(shapes) / _values(part) - 1  # how many times what lies between the two parts is added to the larger
     costs = []
     for setting in settings:
@@ -150,7 +152,10 @@ def exchanges(
             between = _values(part) / max(1, _values(part) - _values(least))
             sent += more * between * (sent - few)
             seconds += more * between * max(0.0, seconds - shortest)
-        costs.append((sent, seconds))
+        slower = 0.0
+        if speed is not None and speed.rate is not None:
+            slower = slow_start(sent / (world(group)[0] - 1), speed.rate, 2 * speed.latency, streams)
+        costs.append(ExchangeCost(sent, seconds + slower, min(seconds, latencies) + slower))
     return costs
 
 
@@ -169,18 +174,19 @@ def _exchange(
 ) -> tuple[float, float]:  # fmt: skip
     own = twin(group)  # receives of a next step stay posted in it
     exchange = Exchange(shapes, reduction, own, own_group=True, streams=streams)
-    took = 0.0
-    before = 0
-    for _ in range(ROUNDS):
-        values = [noise(unit.numel).to(device) for unit in exchange.units]
-        time.sleep(SILENCE)
-        dist.barrier(group=group)
-        began, before = time.perf_counter(), exchange.sent
+    values = [noise(unit.numel).to(device) for unit in exchange.units]
+
+    def once() -> None:
         for unit, x in zip(exchange.units, values):
             exchange.reduce(unit, x)
         exchange.rollback()
-        took = elapsed(began, device)
-    sent = float(exchange.sent - before)
+
+    once()
+    before, began = exchange.sent, time.perf_counter()
+    for _ in range(ROUNDS):
+        once()
+    took = elapsed(began, device) / ROUNDS
+    sent = (exchange.sent - before) / ROUNDS
     exchange.leave_group()
     destroy(own)
     return sent, slowest(took, group, device)

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.collectives.flows import Flows
 from thinwire.config.wire import Link, Reduction
 from thinwire.distributed.values import gather_json
 from thinwire.pipeline.lane import Lane, Message
 from thinwire.planner.actions import Schedule
+from thinwire.planner.flows import slow_start
 from thinwire.planner.network import LinkSpeed
 from thinwire.planner.sizes import rows_bytes
 from thinwire.planner.step import Hop, Machine, Send, Step, Traffic, Work
@@ -27,7 +29,7 @@ from thinwire.train.engine import autocast
 from thinwire.train.mesh import Mesh
 from thinwire.train.model.stage import Stage
 from thinwire.train.tune.layer_times import once
-from thinwire.train.tune.links import elapsed, exchanges, noise, probe, trains, vote_seconds
+from thinwire.train.tune.links import ExchangeCost, elapsed, exchanges, latency_of, noise, probe
 from thinwire.train.tune.turns import shared_cores, turns
 
 ROUNDS = 3  # of every measurement; the first allocates, the fastest of the others counts
@@ -47,25 +49,26 @@ class Measured:
     size: dict[str, list[float]]  # bytes, by kind and level
     coding: dict[str, list[list[float]]]  # seconds to encode and to decode a message, by direction and level
     exchange: dict[str, list[list[float]]]  # seconds, by kind and level: of gradients by stage, of the embedding one
+    waiting: dict[str, list[list[float]]] = field(default_factory=dict)  # of these seconds, those without a transfer
     closing: float = 0.0  # seconds of the vote and the optimiser's step
-    travel: dict[str, list[list[float]]] = field(default_factory=dict)  # of a message, by direction, level and stage
+    streams: int = 1
     machine: list[int] = field(default_factory=lambda: [0, 0, 1])  # cores, ranks and replicas that share them; 0: none
 
     def step(self, schedule: Schedule, levels: Mapping[str, int], fused: bool = False) -> Step:
         """The simulator's step at these levels. `fused`: the tied embedding in one exchange."""
         halves = tuple(t / 2 for t in self.backward)
         hops = {
-            Send(Traffic(way), stage, 0): self._hop(way, stage, levels[way])
+            Send(Traffic(way), stage, part): self._hop(way, stage, levels[way], part)
             for way, rates in self.rate.items()
             for stage, rate in enumerate(rates)
-            if rate
+            for part in range(schedule.microbatches if rate else 0)
         }
         gradients = self.exchange.get("gradient")
         embedding = self.exchange.get("embedding")
         return Step(
-            schedule, Work(tuple(self.forward), halves, halves), lambda send: hops[send._replace(part=0)],
-            [[Hop(wire=t)] for t in gradients[levels["gradient"]]] if gradients else [],
-            Hop(wire=embedding[levels["embedding"]][0]) if embedding else None,
+            schedule, Work(tuple(self.forward), halves, halves), hops.__getitem__,
+            self._exchange("gradient", levels["gradient"]) if gradients else [],
+            self._exchange("embedding", levels["embedding"])[0][0] if embedding else None,
             fused, Machine(*self.machine), max((hop.wire for hop in hops.values()), default=0.0), closing=self.closing,
         )  # fmt: skip
 
@@ -75,10 +78,17 @@ class Measured:
             return sum(self._hop(kind, stage, level).seconds for stage, rate in enumerate(self.rate[kind]) if rate)
         return sum(self.exchange[kind][level]) if kind in self.exchange else 0.0
 
-    def _hop(self, way: str, stage: int, level: int) -> Hop:
+    def _exchange(self, kind: str, level: int) -> list[list[Hop]]:
+        seconds = self.exchange[kind][level]
+        waiting = self.waiting[kind][level] if kind in self.waiting else [0.0] * len(seconds)
+        return [[Hop(wire=all_of_it - idle, latency=idle)] for all_of_it, idle in zip(seconds, waiting)]
+
+    def _hop(self, way: str, stage: int, level: int, part: int = 0) -> Hop:
+        """Of a message; part: its micro-batch. The first ones of a step find a connection that has been silent."""
         nbytes, (encode, decode) = self.size[way][level], self.coding[way][level]
-        seconds = self.travel[way][level][stage] if way in self.travel else 8 * nbytes / self.rate[way][stage]
-        return Hop(nbytes, seconds, self.latency[way][stage], encode, decode)
+        link = self.rate[way][stage], 2 * self.latency[way][stage], self.streams
+        slower = slow_start((part + 1) * nbytes, *link) - slow_start(part * nbytes, *link)
+        return Hop(nbytes, 8 * nbytes / link[0] + slower, self.latency[way][stage], encode, decode)
 
 
 def measure(
@@ -94,18 +104,17 @@ def measure(
         mine["compute"] = {i: _compute(config, stage) for i, stage in sorted(stages.items())}
         optimizer = _optimizer_seconds(named)
     mine["links"] = _links(config, mesh, device, streams)
-    mine["closing"] = vote_seconds() + optimizer
+    mine["closing"] = latency_of(Flows(None, 1), 1, torch.device("cpu")) + optimizer  # the vote takes one
     shape = config.microbatch, config.data.seq_len, next(iter(stages.values())).config.hidden_size // config.mesh.tp
     dtype = next(next(iter(stages.values())).parameters()).dtype
     if config.mesh.pp > 1:
         for _ in turns():
             for way in WAYS:
                 mine[way] = [_coding(link, noise(*shape).to(device, dtype)) for link in settings[way]]
-        sizes = {way: [nbytes for nbytes, *_ in mine[way]] for way in WAYS}
-        mine["travel"] = _travel(config, mesh, device, streams, sizes)
     if config.mesh.dp > 1:
+        speed = probe(mesh.dp, 1, device, streams)
         mine["gradient"] = {
-            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device, streams)
+            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device, streams, speed)
             for i, stage in sorted(stages.items())
         }
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)
@@ -114,7 +123,7 @@ def measure(
     links = [[way, stage, speed.rate, speed.latency] for (way, stage), speed in mine["links"].items()]
     everyone = [_numbered(part) for part in gather_json({**mine, "links": links})]
     shared = shared_cores(device) if config.mesh.tp == 1 else 0
-    return _merged(len(config.mesh.plan().rank_of), everyone, [shared, 0, config.mesh.dp if shared else 1])
+    return _merged(len(config.mesh.plan().rank_of), everyone, [shared, 0, config.mesh.dp if shared else 1], streams)
 
 
 def _numbered(part: dict[str, Any]) -> dict[str, Any]:
@@ -128,13 +137,13 @@ def _numbered(part: dict[str, Any]) -> dict[str, Any]:
     return {**part, **by_stage, "links": links}
 
 
-def _merged(stages: int, everyone: list[dict[str, Any]], machine: list[int]) -> Measured:
+def _merged(stages: int, everyone: list[dict[str, Any]], machine: list[int], streams: int) -> Measured:
     """Of every quantity the slowest of the ranks' measurements."""
     compute = [[part["compute"][s] for part in everyone if s in part["compute"]] for s in range(stages)]
     links = [entry for part in everyone for entry in part["links"].items()]
     slowest = [[max(seconds) for seconds in zip(*of_stage)] for of_stage in compute]
     closing = max(part["closing"] for part in everyone)
-    out = Measured([f for f, _ in slowest], [b for _, b in slowest], {}, {}, {}, {}, {}, closing, machine=machine)
+    out = Measured([f for f, _ in slowest], [b for _, b in slowest], {}, {}, {}, {}, {}, {}, closing, streams, machine)
     for way in WAYS:
         found = [[speed for key, speed in links if key == (way, s)] for s in range(stages)]
         if any(found):
@@ -143,13 +152,6 @@ def _merged(stages: int, everyone: list[dict[str, Any]], machine: list[int]) -> 
             coded = [part[way] for part in everyone if way in part]
             out.size[way] = [float(one[0]) for one in coded[0]]
             out.coding[way] = [[max(one[r][at] for one in coded) for at in (1, 2)] for r in range(len(coded[0]))]
-            out.travel[way] = [
-                [
-                    max((part["travel"][way][r] for part in everyone if (way, s) in part["links"]), default=0.0)
-                    for s in range(stages)
-                ]
-                for r in range(len(coded[0]))
-            ]
     for kind in ("gradient", "embedding"):
         parts = [part[kind] for part in everyone if kind in part]
         if parts:
@@ -157,6 +159,7 @@ def _merged(stages: int, everyone: list[dict[str, Any]], machine: list[int]) -> 
             levels = range(len(by_stage[0][0]))
             out.size[kind] = [float(sum(max(one[r][0] for one in ones) for ones in by_stage)) for r in levels]
             out.exchange[kind] = [[max(one[r][1] for one in ones) for ones in by_stage] for r in levels]
+            out.waiting[kind] = [[max(one[r][2] for one in ones) for ones in by_stage] for r in levels]
     return out
 
 
@@ -204,20 +207,6 @@ def _links(config: TrainConfig, mesh: Mesh, device: torch.device, streams: int) 
     return found
 
 
-def _travel(
-    config: TrainConfig, mesh: Mesh, device: torch.device, streams: int, sizes: dict[str, list[int]]
-) -> dict[str, list[float]]:
-    """By direction and level, the seconds that a message takes of the link on which this rank receives, of as many as a
-    step has. sizes: of the messages."""
-    out = {}
-    for way, ahead in WAYS.items():
-        count = config.mesh.microbatches
-        took = trains(mesh.pp, ahead, device, streams, sizes[way], count)
-        [least] = trains(mesh.pp, ahead, device, streams, [4], 1)
-        out[way] = [max(0.0, seconds - least) / count for seconds in took]
-    return out
-
-
 def _coding(link: Link | None, x: torch.Tensor) -> tuple[int, float, float]:
     """Bytes of a message on samples that have been seen, seconds to encode it, seconds to decode it."""
     if link is None:
@@ -252,7 +241,7 @@ def _embedding(
     device: torch.device,
     rows: int,
     streams: int,
-) -> list[tuple[float, float]]:
+) -> list[ExchangeCost]:
     """The tied one's over both its stages and all replicas, or over replicas and then between the two; by rows, over
     replicas, and `rows` up and down, which take as long as they do where both ends send at once."""
     settings = [replace(setting, exact_dims=0, exclude=()) if setting else None for setting in settings]
@@ -260,8 +249,9 @@ def _embedding(
         return exchanges({"tied": shape}, settings, mesh.ends, device, streams)
     apart = exchanges({"tied": shape}, settings, mesh.dp, device, streams)
     if any(setting.sync == "rows" for setting in settings if setting):
-        [(sent, took)] = exchanges({"rows": (rows, shape[1])}, [None], mesh.pair, device, streams)
+        [pair] = exchanges({"rows": (rows, shape[1])}, [None], mesh.pair, device, streams)
         travel = [rows_bytes(setting.rows_codec if setting else None, rows, shape[1]) for setting in settings]
-        return [(n + both, seconds + took * both / sent) for (n, seconds), both in zip(apart, travel)]
-    [(sent, took)] = exchanges({"tied": shape}, [None], mesh.pair, device, streams)
-    return [(nbytes + sent, seconds + took) for nbytes, seconds in apart]
+        added = [ExchangeCost(n, pair.seconds * n / pair.sent, pair.waiting) for n in travel]
+    else:
+        added = exchanges({"tied": shape}, [None], mesh.pair, device, streams) * len(settings)
+    return [ExchangeCost(*(a + b for a, b in zip(one, more))) for one, more in zip(apart, added)]

@@ -1,0 +1,151 @@
+"""The presets `paper-…` against straight-line code of the papers' algorithms, with all their defaults on.
+
+Every rank computes the whole reference by itself: workers, boundaries and all. A case fails when a default of a preset,
+or of what it names, is not the published one any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from pipeline_support import Data, Run
+from rank_cases import check, check_equal
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire.data_parallel.frozen_adam import FrozenAdam
+
+BLOCK = 128  # values of a scale: one sample's activation here
+STEPS_PER_EPOCH = 2
+
+
+def layer(index: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(50 + index)
+        return nn.Sequential(nn.Linear(BLOCK, BLOCK), nn.Tanh())
+
+
+class Samples(Data):
+    """Twelve vectors, six per step."""
+
+    def __init__(self) -> None:
+        g = torch.Generator().manual_seed(5)
+        self.x = torch.randn(12, BLOCK, generator=g)
+        self.y = torch.tanh(self.x.roll(1, dims=1))
+        self.samples, self.rows = 12, 12 // STEPS_PER_EPOCH
+
+
+# --- AQ-SGD
+
+
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """The authors' quantiser: integers −2^(b−1) … 2^(b−1) − 1 of max|x|/2^(b−1), with a scale per block."""
+    flat = nn.functional.pad(x.reshape(-1), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+    mantissa, exponent = torch.frexp(flat.abs().amax(1, keepdim=True) / 2 ** (bits - 1))
+    step = torch.ldexp(torch.ceil(mantissa * 128) / 128, exponent)
+    codes = torch.round(torch.where(step > 0, flat / step, 0)).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    return (codes * step).reshape(-1)[: x.numel()].view_as(x)
+
+
+def aqsgd_is_the_published_algorithm(authors: bool) -> None:
+    """Four steps of three stages. authors: the first epoch is exact backward too, as in their code; else as in the
+    paper's algorithm, where a first visit is full in forward only."""
+    wire = tw.Wire.of("paper-aqsgd").with_epoch(STEPS_PER_EPOCH)
+    if not authors:
+        wire = tw.Wire.of({"preset": "paper-aqsgd", "backward": {"codec": "quantize", "bits": 8, "scale": "full"}})
+    run, data = Run("1F1B", 3, wire, make=layer), Samples()
+    layers = [layer(index) for index in range(3)]
+    buffers: list[dict[int, Tensor]] = [{}, {}]
+    batches = [one for epoch in range(3) for one in data.epoch(epoch)]
+    for number, (ids, x, y) in enumerate(batches):
+        run.step(x, y, ids, update=True)
+        for module in layers:
+            module.zero_grad()
+        for part in torch.arange(len(ids)).tensor_split(3):
+            value, sent = x[part], []
+            for boundary, memory in enumerate(buffers):
+                a = layers[boundary](value)
+                for row, place in enumerate(part.tolist()):
+                    m = memory.get(ids[place])
+                    memory[ids[place]] = a[row].detach() if m is None else m + rounded(a[row].detach() - m, 4)
+                value = torch.stack([memory[ids[place]] for place in part.tolist()]).requires_grad_()
+                sent.append((a, value))
+            nn.functional.mse_loss(layers[2](value), y[part]).backward()
+            for a, arrived in reversed(sent):
+                exact = authors and number < STEPS_PER_EPOCH
+                a.backward(arrived.grad if exact else rounded(arrived.grad, 8))
+        with torch.no_grad():
+            for p in (p for module in layers for p in module.parameters()):
+                p -= 0.05 * p.grad / 3
+    mine = dist.get_rank()
+    ours = dict(run.stages[0].submod.named_parameters())
+    check_equal(f"stage {mine}", ours, dict(layers[mine].named_parameters()), 1e-7, relative=1e-6)
+    check(run.pipe.stats.skips == 0, f"{run.pipe.stats.skips} steps were skipped")
+
+
+def aqsgd_survives_a_resume_in_its_first_epoch() -> None:
+    """A training step and an evaluation, then a new pipeline from its state: the epoch ends where it would have."""
+    wire = tw.Wire.of("paper-aqsgd").with_epoch(STEPS_PER_EPOCH)
+    data = Samples()
+    batches = [one for epoch in range(2) for one in data.epoch(epoch)]
+    whole, first = Run("1F1B", 3, wire, make=layer), Run("1F1B", 3, wire, make=layer)
+    for ids, x, y in batches:
+        whole.step(x, y, ids)
+    first.step(*batches[0][1:], batches[0][0])
+    first.eval(*batches[0][1:])
+    second = Run("1F1B", 3, wire, make=layer)
+    second.pipe.load_state_dict(first.pipe.state_dict())
+    for number, (ids, x, y) in enumerate(batches[1:], 1):
+        second.step(x, y, ids)
+        exact = all(not lane.coded[0].stats.messages for lane in second.pipe.lanes() if "backward" in lane.name)
+        check(exact == (number < STEPS_PER_EPOCH), f"step {number}: backward is {'exact' if exact else 'coded'}")
+    check_equal("resumed", second.gradients(), whole.gradients())
+
+
+def aqsgd_between_replicas_is_frozen_adam() -> None:
+    """Two exact steps of AdamW, then a frozen variance and the momentum in four bits, error feedback on both hops.
+
+    Two things are ours: the owner repays its hop's error through its own first hop; the frozen variance has a floor.
+    """
+    ranks, (beta1, beta2), lr, eps, floor = dist.get_world_size(), (0.9, 0.999), 1e-2, 1e-8, 1e-3
+    shapes, chunk = {"w": (5, BLOCK), "b": (300,)}, 3 * BLOCK  # a third of them in whole blocks
+    named = {name: nn.Parameter(_noise(len(shape), *shape)) for name, shape in shapes.items()}
+    adam = FrozenAdam(named.items(), lr, weight_decay=0.0, wire="paper-aqsgd", freeze_after=STEPS_PER_EPOCH)
+    x = _flat(named)
+    m = torch.zeros_like(x)
+    v = torch.zeros_like(x)
+    errors = [torch.zeros_like(x) for _ in range(ranks)]
+    for t in range(1, 7):
+        drawn = [{name: _noise(10 * t + r, *shape) for name, shape in shapes.items()} for r in range(ranks)]
+        for name, p in named.items():
+            p.grad = drawn[dist.get_rank()][name].clone()
+        adam.step()
+        gradients = [_flat(one) for one in drawn]
+        if t <= STEPS_PER_EPOCH:
+            mean = sum(gradients) / ranks
+            m = beta1 * m + (1 - beta1) * mean
+            v = beta2 * v + (1 - beta2) * mean**2
+            seen = v / (1 - beta2**t)
+        else:
+            outgoing = [beta1 * m + (1 - beta1) * g + e for g, e in zip(gradients, errors)]
+            first = [rounded(one, 4) for one in outgoing]
+            mean = sum(first) / ranks
+            m = torch.cat([rounded(one, 4) for one in mean.split(chunk)])  # each chunk has an owner: the second hop
+            errors = [one - sent for one, sent in zip(outgoing, first)]
+            for owner, place in enumerate(torch.arange(x.numel()).split(chunk)):
+                errors[owner][place] += ranks * (mean - m)[place]
+            held = (v / (1 - beta2**STEPS_PER_EPOCH)).split([5 * BLOCK, 300])
+            seen = torch.cat([one.clamp(min=floor * float(one.mean())) for one in held])
+        x = x - lr * m / (1 - beta1**t) / (seen.sqrt() + eps)
+        check_equal(f"step {t}", {"x": _flat(named)}, {"x": x}, 2e-6, relative=0.0)
+    check(adam.frozen, "the variance was never frozen")
+
+
+def _flat(tensors: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([one.detach().reshape(-1) for one in tensors.values()])
+
+
+def _noise(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

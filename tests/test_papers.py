@@ -21,6 +21,7 @@ CASES = [
     functools.partial(paper.aqsgd_is_the_published_algorithm, True),
     functools.partial(paper.aqsgd_is_the_published_algorithm, False),
     paper.aqsgd_survives_a_resume_in_its_first_epoch, paper.aqsgd_between_replicas_is_frozen_adam,
+    paper.oktopk_is_the_published_algorithm,
 ]  # fmt: skip
 
 

@@ -15,6 +15,10 @@ from typing import Any
 from thinwire.errors import UsageError
 
 FOUR_BITS = {"codec": "quantize", "bits": 4, "scale": "full"}  # as AQ-SGD's code rounds
+OK_TOPK = {
+    "collective": "ok_topk", "density": 0.01, "tau": 64, "tau_prime": 128, "thresholds": "nudged",
+    "memory": "error_feedback",
+}  # fmt: skip
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     # fp32, as torch sends it
     "off": {},
@@ -58,10 +62,11 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
             "sync": "fused",
         },
     },
-    # Ok-Topk (arXiv 2201.07598), BERT's density; the pipeline is not its subject
+    # Ok-Topk (arXiv 2201.07598) as its code has it for BERT: 1 % of the whole gradient, vectors too, in one unit; the
+    # thresholds found every 128 steps, and nudged in between. The pipeline is not its subject
     "paper-oktopk": {
-        "gradient": {"collective": "ok_topk", "density": 0.01, "memory": "error_feedback"},
-        "embedding": {"collective": "ok_topk", "density": 0.01, "memory": "error_feedback", "sync": "fused"},
+        "gradient": {**OK_TOPK, "exact_dims": 0, "unit_mb": 1e6},
+        "embedding": {**OK_TOPK, "sync": "fused"},
     },
     # Optimus-CC (arXiv 2301.09830): low rank backward in the epilogue, low rank gradients on exposed stages, embeddings
     # excluded

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from pipeline_support import Data, Run
+from pipeline_support import Data, Run, gathered
 from rank_cases import check, check_equal
 from torch import Tensor, nn
 
@@ -23,10 +23,10 @@ BLOCK = 128  # values of a scale: one sample's activation here
 STEPS_PER_EPOCH = 2
 
 
-def layer(index: int) -> nn.Module:
+def layer(index: int, width: int = BLOCK) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(50 + index)
-        return nn.Sequential(nn.Linear(BLOCK, BLOCK), nn.Tanh())
+        return nn.Sequential(nn.Linear(width, width), nn.Tanh())
 
 
 class Samples(Data):
@@ -186,6 +186,94 @@ def oktopk_is_the_published_algorithm() -> None:
         local = [th * by for th, by in zip(local, moved)]
         threshold *= moved[-1]
         check_equal(f"step {t}", {"x": _flat(named)}, {"x": x}, 1e-5, relative=0.0)
+    reducer.close()
+
+
+# --- Optimus-CC
+
+
+def optimus_is_the_published_backward() -> None:
+    """Rank 16 with lazy error in the epilogue, one power step from the last factor; forward is exact.
+
+    The first factor is random: the reference begins after the first step, with what the senders remember then."""
+    microbatches, stages, shape = 4, 3, (8, 40, 64)
+    run = Run("1F1B", microbatches, tw.Wire.of("paper-optimus"), make=lambda index: layer(index, 64))
+    batches = [(_noise(t, *shape), _noise(50 + t, *shape)) for t in range(3)]
+    run.step(*batches[0], update=True)
+    known = _known(run)
+    layers = [layer(index, 64) for index in range(stages)]
+    for module, rank in zip(layers, known):
+        module.load_state_dict(rank["weights"])
+    for x, y in batches[1:]:
+        run.step(x, y, update=True)
+        for module in layers:
+            module.zero_grad()
+        for m, (part, target) in enumerate(zip(x.chunk(microbatches), y.chunk(microbatches))):
+            value, sent = part, []
+            for module in layers[:-1]:
+                a = module(value)
+                value = a.detach().requires_grad_()
+                sent.append((a, value))
+            nn.functional.mse_loss(layers[-1](value), target).backward()
+            for sender, (a, arrived) in reversed(list(enumerate(sent, 1))):
+                gradient = arrived.grad
+                if m >= microbatches - (stages - sender):
+                    memory = known[sender]
+                    matrix = gradient.reshape(-1, 64) + memory["e"].reshape(-1, 64)
+                    left = torch.linalg.qr(matrix @ memory["q"]).Q
+                    memory["q"] = matrix.T @ left
+                    memory["e"] = matrix - left @ memory["q"].T
+                    gradient = (left @ memory["q"].T).view_as(gradient)
+                a.backward(gradient)
+        with torch.no_grad():
+            for p in (p for module in layers for p in module.parameters()):
+                p -= 0.05 * p.grad / microbatches
+    mine = dist.get_rank()
+    ours = dict(run.stages[0].submod.named_parameters())
+    check_equal(f"stage {mine}", ours, dict(layers[mine].named_parameters()), 1e-6, relative=1e-5)
+
+
+def _known(run: Run) -> list[dict]:
+    """By rank: its stage's weights, and of its backward sends the last right factor, 16 columns, and the residual."""
+    lane = run.stages[0].lanes.outgoing.get("backward")
+    own: dict = {"weights": run.stages[0].submod.state_dict()}
+    if lane is not None:
+        state = lane.coded[0].state
+        own |= {slot: state.read(slot, f"{lane.name}/0") for slot in ("q", "e")}
+        check(own["q"].shape == (64, 16), f"the rank is not 16: {own['q'].shape}")
+    return gathered(own)
+
+
+def optimus_is_the_published_averaging() -> None:
+    """PowerSGD of rank min(n, m, 128) per tensor with error feedback: small matrices and vectors whole, embeddings
+    too. The reference begins after the first step, as above."""
+    shapes = {"w": (300, 300), "k": (300, 100), "b": (300,), "embed.weight": (300, 300)}
+    named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+    reducer = tw.parallel.Reducer(named.items(), "paper-optimus")
+    ranks, mine = dist.get_world_size(), dist.get_rank()
+    factor = torch.empty(0)
+    errors: list[Tensor] = []
+    for t in range(3):
+        drawn = [{name: _noise(100 * t + r, *shape) for name, shape in shapes.items()} for r in range(ranks)]
+        for name, p in named.items():
+            p.grad = drawn[mine][name].clone()
+        reducer.finish()
+        if t > 0:
+            matrices = [one["w"] + e for one, e in zip(drawn, errors)]
+            left = torch.linalg.qr(sum(one @ factor for one in matrices) / ranks).Q
+            rights = [one.T @ left for one in matrices]
+            factor = sum(rights) / ranks
+            errors = [one - left @ right.T for one, right in zip(matrices, rights)]
+            check_equal(f"step {t}", {"w": named["w"].grad}, {"w": left @ factor.T}, 1e-4, relative=0.0)
+        else:
+            state = reducer.state_dict()
+            factor = next(value for name, value in state.items() if name.endswith("/q0"))
+            check(factor.shape == (300, 128), f"the rank is not 128: {factor.shape}")
+            residual = next(value for name, value in state.items() if "/e/" in name and value.numel() >= 90_000)
+            errors = gathered(residual.reshape(-1)[:90_000].view(300, 300))
+        for name in ("k", "b", "embed.weight"):
+            exact = sum(one[name] for one in drawn) / ranks
+            check_equal(f"step {t}", {name: named[name].grad}, {name: exact}, 1e-6, relative=1e-5)
     reducer.close()
 
 

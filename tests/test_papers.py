@@ -21,7 +21,8 @@ CASES = [
     functools.partial(paper.aqsgd_is_the_published_algorithm, True),
     functools.partial(paper.aqsgd_is_the_published_algorithm, False),
     paper.aqsgd_survives_a_resume_in_its_first_epoch, paper.aqsgd_between_replicas_is_frozen_adam,
-    paper.oktopk_is_the_published_algorithm,
+    paper.oktopk_is_the_published_algorithm, paper.optimus_is_the_published_backward,
+    paper.optimus_is_the_published_averaging,
 ]  # fmt: skip
 
 

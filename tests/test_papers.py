@@ -12,6 +12,7 @@ from rank_launch import launch, needs_network, passed
 from torch import nn
 
 import thinwire as tw
+from thinwire.bench import optimus
 from thinwire.errors import UsageError
 from thinwire.lab import Network
 from thinwire.train.config.sections import OptimConfig, TrainConfig
@@ -59,3 +60,20 @@ def test_frozen_adam_freezes_after_the_first_epoch(given, expected):
     mesh = SimpleNamespace(dp=None)
     adam = _frozen_adam(config, tw.Wire.of("paper-aqsgd"), mesh, dict(nn.Linear(2, 2).named_parameters()), 11)
     assert adam.freeze_after == expected
+
+
+def test_every_rung_of_the_ladder_is_a_run_of_its_own(tmp_path, monkeypatch):
+    """What is trained, and not only what is named: the embedding separate and fused, three quarters of the stages."""
+    event = {"kind": "step", "step": 1, "skips": 0}
+    run = []
+    monkeypatch.setattr(optimus, "train_local", lambda config, **about: run.append(config) or [event])
+    monkeypatch.setattr(optimus, "sent", lambda event: {})
+    args = SimpleNamespace(json=None, samples=192, epochs=1)
+    bench = optimus.Bench(tmp_path, args, list(optimus.LADDER))
+    for rung in optimus.LADDER:
+        bench._fine_tuned(None, tmp_path, rung, 0)
+    wires = dict(zip(optimus.LADDER, (tw.Wire.of(config.wire) for config in run)))
+    assert len(set(map(str, wires.values()))) == len(wires)
+    assert [wires[rung].embedding.sync for rung in ("+ epilogue only", "+ fused embedding")] == ["separate", "fused"]
+    selective = wires["+ selective stages"].gradient
+    assert (selective.stages, selective.collective.rank) == (0.75, 16) and run[0].mesh.pp == 4

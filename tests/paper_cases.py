@@ -61,7 +61,8 @@ def aqsgd_is_the_published_algorithm(authors: bool) -> None:
     layers = [layer(index) for index in range(3)]
     buffers: list[dict[int, Tensor]] = [{}, {}]
     batches = [one for epoch in range(3) for one in data.epoch(epoch)]
-    for number, (ids, x, y) in enumerate(batches):
+    for number, (ids, drawn, y) in enumerate(batches):
+        x = -drawn if number == 4 else drawn  # changes larger than values, which a gate would see
         run.step(x, y, ids, update=True)
         for module in layers:
             module.zero_grad()

@@ -62,7 +62,7 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     first, last = rank == 0, rank == size - 1
     x, y, held_x, held_y = data()
-    stage = tw.parallel.CompressedStage(build(rank, size), rank, size, torch.device("cpu"), wire="paper-aqsgd")
+    stage = tw.parallel.CompressedStage(build(rank, size), rank, size, torch.device("cpu"), wire="max")
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=nn.functional.cross_entropy)
     optimiser = torch.optim.Adam(stage.submod.parameters(), lr=2e-3)
     for ids in batches(len(x)):

@@ -16,6 +16,7 @@ CODECS: tuple[c.Codec, ...] = (
     c.Identity(), c.Cast("fp16"), c.Cast("bf16"), c.Cast("fp8"),
     *(c.Quantize(b) for b in range(2, 9)), c.Quantize(4, block=64), c.Quantize(4, rounding="stochastic"),
     c.Quantize(2, rounding="stochastic"), c.Quantize(8, rounding="stochastic"),
+    c.Quantize(2, scale="full"), c.Quantize(4, scale="full"),
     c.Quantize(2, scale="mse"), c.Quantize(3, scale="mse"), c.Quantize(4, scale="mse"),
     c.ScaledSign(), c.ScaledSign(64), c.Natural(), c.Dither(4), c.Dither(4, "inf"),
     c.NaturalDither(4), c.NaturalDither(3, "inf"), c.Ternary(), c.TopK(0.1), c.TopK(0.5), c.TopK(1.0),

@@ -47,7 +47,7 @@ def interpreted():
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MODES = ({}, {"stochastic": True}, {"mse": True})
+MODES = ({}, {"stochastic": True}, {"mse": True}, {"full": True})
 
 
 def some(every, few):

@@ -107,6 +107,27 @@ def test_least_squares_scale_helps_where_the_literature_says():
         assert error < plain and error == pytest.approx(expected, abs=0.035)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_the_full_grid_is_aq_sgds(bits):
+    """AQ-SGD's code, in its own lines: fp16-like scale max|x|, levels −2^(b−1) … 2^(b−1) − 1 of max|x|/2^(b−1) each."""
+    x = tensor("laplace", (64, 128), torch.float32, bits)
+    mantissa, exponent = torch.frexp(x.abs().amax(1, keepdim=True) / 2 ** (bits - 1))
+    step = torch.ldexp(torch.ceil(mantissa * 128) / 128, exponent)  # a scale has 7 significant bits here
+    published = torch.round(x / step).clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * step
+    assert torch.equal(roundtrip(c.Quantize(bits, scale="full"), x.view(-1)).view_as(x), published)
+
+
+def test_two_bits_need_all_four_codes():
+    """Relative error on a Gaussian: three levels, AQ-SGD's four (a block of 128, a channel of 1,024), ours."""
+    x = tensor("gaussian", (2**18,), torch.float32, 0)
+    for codec, expected in (
+        (c.Quantize(2), 0.770), (c.Quantize(2, scale="full"), 0.434),
+        (c.Quantize(2, block=1024, scale="full"), 0.507), (c.Quantize(2, scale="mse"), 0.370),
+    ):  # fmt: skip
+        error = float((roundtrip(codec, x) - x).norm() / x.norm())
+        assert error == pytest.approx(expected, abs=0.004), codec
+
+
 def test_rotation_spreads_outliers():
     x = tensor("gaussian", (128 * 64,), torch.float32, 0)
     x[::128] *= 50

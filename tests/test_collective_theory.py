@@ -255,17 +255,21 @@ def test_xi():
 
 # --- conservation
 
+SWITCHES = ("rotation", "bucketing", "repartition", "balancing")
+
 
 @pytest.mark.parametrize("draw", range(5))
 def test_nothing_is_lost_in_80_steps(draw):
-    """Σ residual′ + P·mean = Σ(residual + gradient), in float64 on each step, with random P, k, scope and coding."""
+    """Σ residual′ + P·mean = Σ(residual + gradient), in float64 on each step, with random P, k, scope and coding; with
+    the paper's thresholds and without its parts too."""
     g = torch.Generator().manual_seed(draw)
     size, n = (2, 3, 4, 5, 7)[draw], 300
     values, indices = (("fp32", "int32"), ("bf16", "coded"), ("int8", "coded"), ("int8", "int32"), ("fp32", "coded"))[
         draw
     ]
     density = float(torch.rand((), generator=g)) * 0.2 + 0.005
-    collective = c.OkTopk(density, tau=7, tau_prime=5, values=values, indices=indices)
+    how = ({}, {"thresholds": "reused"}, {}, {"thresholds": "nudged"}, dict.fromkeys(SWITCHES, False))[draw]
+    collective = c.OkTopk(density, tau=7, tau_prime=5, values=values, indices=indices, **how)
     ranks, _ = run(size, lambda r: feedback(collective, r, size, 80, n))
     for step in range(80):
         u, mean, own, _ = zip(*(out[step] for out in ranks))

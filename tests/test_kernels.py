@@ -21,7 +21,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 sizes = st.one_of(st.sampled_from([0, 1, 7, 8, 127, 128, 129, 8192, 8200]), st.integers(0, 3000))
 floats = st.builds(lambda k, n, d, s: tensor(k, (n,), d, s), st.sampled_from(DISTRIBUTIONS), sizes,
                    st.sampled_from(DTYPES), st.integers(0, 999))  # fmt: skip
-modes = st.sampled_from([{}, {"stochastic": True}, {"mse": True}])
+MODES = ({}, {"stochastic": True}, {"mse": True}, {"full": True})
+modes = st.sampled_from(MODES)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -64,7 +65,7 @@ def test_kernels_agree_on_nan_and_at_the_limit():
         x[384:512] = -torch.finfo(dtype).max / 3
         h = tensor("gaussian", (640,), dtype, 5)
         for b in (2, 4, 8):
-            for mode in ({}, {"stochastic": True}, {"mse": True}):
+            for mode in MODES:
                 wires = [quantize.quantize(x, b, 128, impl=i, **mode) for i in ("reference", "cpu")]
                 assert same(*wires)
                 y = quantize.dequantize(wires[0], 640, b, 128, dtype)
@@ -83,7 +84,7 @@ def test_kernels_agree_on_nan_and_at_the_limit():
 def test_nonfinite_blocks_are_marked(value, impl):
     x = torch.randn(400)
     x[200] = value
-    for mode in ({}, {"stochastic": True}, {"mse": True}):
+    for mode in MODES:
         wire = quantize.quantize(x, 4, 128, impl=impl, **mode)
         assert not quantize.is_finite(wire, 400, 4, 4, x.dtype)
         y = quantize.dequantize(wire, 400, 4, 128, x.dtype, impl=impl)

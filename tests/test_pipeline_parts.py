@@ -27,6 +27,8 @@ from thinwire.pipeline.message_choice import Plan, critical_sends, predicate
 from thinwire.pipeline.step_plan import StagePosition, message_tag, plan_step
 from thinwire.planner.step import Send, Traffic
 
+CODED = dict.fromkeys(DIRECTIONS, True)
+
 
 @pytest.mark.parametrize(("rows", "microbatches"), [(8, 4), (7, 4), (5, 5), (13, 4)])
 def test_samples_are_split_as_torch_splits_a_batch(rows, microbatches):
@@ -34,10 +36,10 @@ def test_samples_are_split_as_torch_splits_a_batch(rows, microbatches):
     expected = [tuple(piece.tolist()) for piece in torch.tensor_split(ids, microbatches)]
     position = StagePosition(0, 2, microbatches, 0)
     always = dict.fromkeys(DIRECTIONS, lambda sender, microbatch: True)
-    plan = plan_step(Announcement(3, True, tuple(ids.tolist())), position, True, always)
+    plan = plan_step(Announcement(3, True, tuple(ids.tolist())), position, CODED, always)
     assert plan.ids == expected and plan.rows == [len(piece) for piece in expected]
     assert [message.ids for message in plan.outgoing["forward"]] == expected
-    assert plan_step(Announcement(3, True, None, (rows, 9)), position, True, always).rows == plan.rows
+    assert plan_step(Announcement(3, True, None, (rows, 9)), position, CODED, always).rows == plan.rows
 
 
 def test_a_plan_marks_the_messages_that_when_chose():
@@ -46,11 +48,11 @@ def test_a_plan_marks_the_messages_that_when_chose():
         "forward": lambda sender, microbatch: sender == microbatch,
         "backward": lambda sender, microbatch: False,
     }
-    plan = plan_step(Announcement(1, True), StagePosition(1, 3, 3, None), True, compress)
+    plan = plan_step(Announcement(1, True), StagePosition(1, 3, 3, None), CODED, compress)
     assert [message.coded for message in plan.outgoing["forward"]] == [False, True, False]
     assert [message.coded for message in plan.incoming["forward"]] == [True, False, False]
     assert not any(message.coded for message in plan.incoming["backward"] + plan.outgoing["backward"])
-    exact = plan_step(Announcement(1, False), StagePosition(0, 3, 3, None), False, compress)
+    exact = plan_step(Announcement(1, False), StagePosition(0, 3, 3, None), dict.fromkeys(DIRECTIONS, False), compress)
     assert not any(message.coded for message in exact.outgoing["forward"]) and exact.incoming["forward"] == []
 
 

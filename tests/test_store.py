@@ -18,7 +18,7 @@ from thinwire.memory.file_store import FileStore, remove_dead_stores, store_owne
 from thinwire.memory.store import RamStore
 
 
-@pytest.mark.parametrize("dtype", ["native", "fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["native", "fp32", "bf16", "int8", "int5", "int2"])
 def test_file_store_equals_ram_store(tmp_path, dtype):
     ram, file = RamStore(dtype), FileStore(tmp_path / "store.bin", dtype)
     g = torch.Generator().manual_seed(0)

@@ -77,7 +77,7 @@ def test_by_rows_over_replicas(tmp_path):
     """On 2×2, under three schedules, with accumulation, FrozenAdam and GPT-2: the curve of one process, or of fused;
     bytes as computed; the owner's weight is exported; a step that is skipped leaves both ends equal, and
     owners that differ are made equal."""
-    frozen = {"optim": {"name": "frozen_adam", "warmup": 4}}
+    frozen = {"optim": {"name": "frozen_adam", "freeze_after": 4}}
     runs = {
         "alone": run(tmp_path / "alone", {}, mesh={"dp": 4, "pp": 1}),
         "square": run(tmp_path / "square", ROWS, mesh=SQUARE),

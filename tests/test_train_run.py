@@ -195,10 +195,10 @@ def test_killed_ranks_change_nothing(tmp_path):
 @pytest.mark.timeout(280)
 def test_variants_train_and_are_loaded_back(tmp_path):
     """FrozenAdam, LoRA with a first stage that has nothing to train, GPT-2 under bf16: they learn, resume, and load."""
-    frozen = {"gradient": {"collective": "quantized", "bits": 4}, "embedding": {"sync": "fused"}}
+    frozen = {"preset": "paper-aqsgd"}
     lora = {"tied": True, "lora": {"r": 4, "from_layer": 2}}
     runs = {
-        "frozen": settings(tmp_path / "frozen", frozen, mesh=SQUARE, optim={"name": "frozen_adam", "warmup": 4}),
+        "frozen": settings(tmp_path / "frozen", frozen, mesh=SQUARE, optim={"name": "frozen_adam", "freeze_after": 4}),
         "lora": settings(tmp_path / "lora", MAX, mesh=SQUARE, model=lora, optim={"lr": 3e-2}),
         "gpt2": settings(
             tmp_path / "gpt2", MAX, mesh=SQUARE, model={"type": "gpt2"}, run={"autocast": "bf16", "recompute": True}
@@ -209,7 +209,7 @@ def test_variants_train_and_are_loaded_back(tmp_path):
         for name in runs:
             shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000009")
         again = merged(net.run(several, [(config, True) for config in runs.values()], timeout=120, echo=False))
-        brief = {"name": "frozen_adam", "warmup": 1, "steps": 2}
+        brief = {"name": "frozen_adam", "freeze_after": 1, "steps": 2}
         seen = net.run(norms, settings(tmp_path / "norms", frozen, mesh=SQUARE, optim=brief), timeout=60, echo=False)
     assert first == again
     assert len(seen[0]) == 2 and all(one == seen[0] for one in seen), "all clip by the same, though gradients are local"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import statistics
+from collections.abc import Sequence
 
 from thinwire.errors import UsageError
 
@@ -13,6 +15,8 @@ BYTE_UNITS = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9}
 SLOWEST = 1e4  # bit/s; on a slower link one packet takes over a second
 FASTEST = 1e11  # bit/s; no CPU forwards more
 UNLIMITED = "unlimited"
+# Student's t for a two-sided 95 % interval, by degrees of freedom; beyond these it is near 2
+T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 
 
 def parse_rate(text: str | float | None, what: str = "rate") -> float | None:
@@ -99,3 +103,10 @@ def _not_negative(value: float, text: object, what: str) -> float:
     if not 0 <= value < float("inf"):
         raise UsageError(f"{what} {text!r}: must be zero or more")
     return value
+
+
+def half_interval(values: Sequence[float]) -> float | None:
+    """Half the 95 % interval of the mean of `values`: what stands behind every ± here. None of fewer than two."""
+    if len(values) < 2:
+        return None
+    return T95.get(len(values) - 1, 2.0) * statistics.stdev(values) / len(values) ** 0.5

@@ -24,6 +24,7 @@ from thinwire.bench.train_options import sent
 from thinwire.config.presets import PRESETS
 from thinwire.lab import Network
 from thinwire.pipeline.lazy_error import AGAIN, STEPS
+from thinwire.quantities import half_interval
 from thinwire.terminal import table, write_json
 from thinwire.train.checkpoint import Checkpoints, whole
 from thinwire.train.config.sections import read_config
@@ -89,7 +90,8 @@ def show(found: dict[str, Any]) -> None:
         for wire in WIRES:
             mine = [row for row in rows if row["wire"] == wire and row["seed"] in exact]
             excess = [100 * (row["held_out"] / exact[row["seed"]] - 1) for row in mine]
-            spread = f" ± {statistics.stdev(excess):.2f}" if len(excess) > 1 else ""
+            half = half_interval(excess)
+            spread = "" if half is None else f" ± {half:.2f}"
             lines.append((
                 cell, wire, f"{statistics.mean(excess):+.2f}{spread} %", ", ".join(f"{one:+.2f}" for one in excess),
                 sorted({sum(row["sent"].values()) for row in mine}),
@@ -97,7 +99,9 @@ def show(found: dict[str, Any]) -> None:
                 " ".join(f"{sum(on for on, _ in row['trials'].values()):.0f}/{len(row['trials'])}" for row in mine),
             ))  # fmt: skip
     table(
-        "Held-out loss over off", ("cell", "wire", "mean ± sd", "each", "bytes", "trial s", "after s", "lazy at"), lines
+        "Held-out loss over off",
+        ("cell", "wire", "mean ± 95 %", "each", "bytes", "trial s", "after s", "lazy at"),
+        lines,
     )
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from quality_report import T95
 from quality_tasks import RANKS, TASKS, Data, digest, load, loss_of
 from quality_train import rate_at
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 from thinwire.data_parallel.fsdp import compress_fsdp
 from thinwire.lab import Network
+from thinwire.quantities import half_interval
 from thinwire.terminal import table, write_json
 
 PLAIN, RATE, TASK = "plain HSDP", 4e-3, TASKS["llama"]
@@ -74,7 +74,7 @@ def main() -> None:
     rows = []
     for way in ways:
         off = [100 * (a / b - 1) for a, b in zip(held[way], held[PLAIN])]
-        spread = T95[len(off) - 1] * statistics.stdev(off) / len(off) ** 0.5 if len(off) > 1 else float("nan")
+        spread = half_interval(off) or float("nan")
         sent = next(row["sent"] for row in found if row["way"] == way)
         shown = "" if way == PLAIN else f"{statistics.mean(off):+.2f} ± {spread:.2f}"
         rows.append((way, statistics.mean(held[way]), shown, "–" if sent is None else sent / 1e3))

@@ -12,9 +12,9 @@ from typing import Any
 from quality_methods import METHODS
 from quality_tasks import TASKS
 
+from thinwire.quantities import half_interval
+
 CLOSE = 0.005  # "as good as dense"
-# Student's t for a two-sided 95 % interval, by degrees of freedom
-T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 HEAD = "| method | rate | held-out loss | against dense, % | kB per step | × less | after warm-up | within 0.5 % |"
 
 
@@ -41,10 +41,8 @@ class Point:
     @property
     def interval(self) -> float:
         """Half the 95 % interval of the mean difference."""
-        n = len(self.differences)
-        if n < 2:
-            return math.inf
-        return T95[n - 1] * statistics.stdev(self.differences) / math.sqrt(n)
+        half = half_interval(self.differences)
+        return math.inf if half is None else half
 
     @property
     def verdict(self) -> str:

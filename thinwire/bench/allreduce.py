@@ -28,6 +28,12 @@ LIMIT = 600.0  # seconds for one launch beyond what is predicted
 BITS, RANK = 4, 4  # of the dense rivals
 MODEL_HOSTS = tuple(2**i for i in range(1, 9))  # to 256: the closed forms, drawn as a model
 NOT_RUN = "torch's PowerSGD hook is not run: it calls a collective inside a future's callback and hangs on Gloo."
+PARTS = ("rotation", "bucketing", "repartition", "balancing")  # of Ok-Topk
+ABLATIONS: dict[str, dict[str, Any]] = {
+    **{f"without {part}": {part: False} for part in PARTS},
+    "without all four": dict.fromkeys(PARTS, False),
+    **{f"{rule} thresholds": {"thresholds": rule} for rule in ("reused", "nudged")},
+}
 CODINGS = (("fp32", "int32"), ("fp32", "coded"), ("int8", "coded"))
 
 
@@ -45,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     hosts, numel = read_hosts(args.hosts), read_numel(args.numel)
     rate = parse_rate(args.rate, "rate")
     shape, k = _matrix(numel), TopK(args.density).count(numel)
-    rows = _chosen(contestants(shape, args.density), args.only)
+    rows = _chosen(contestants(shape, args.density, args.ablation), args.only)
     results: list[dict[str, Any]] = []
     settings = {"rate": rate, "numel": numel, "k": k, "density": args.density, "workers": args.workers}
     settings |= {"latency": args.latency, "not_run": NOT_RUN, "model": _model(rows, k, rate, args.latency)}
@@ -68,9 +74,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def contestants(shape: tuple[int, int], density: float) -> dict[str, Row]:
+def contestants(shape: tuple[int, int], density: float, ablation: bool = False) -> dict[str, Row]:
     """Name → row, for tensors of `shape` and sparse collectives that pick `density` of them. Sparse ones appear in
-    every coding that fits them; Gather and TwoHop as TopkAllgather and Quantized."""
+    every coding that fits them; Gather and TwoHop as TopkAllgather and Quantized. ablation: Ok-Topk without its parts
+    too."""
     n = math.prod(shape)
     k = TopK(density).count(n)
     coded = Quantize(BITS).nbytes((n,), torch.float32)
@@ -84,6 +91,9 @@ def contestants(shape: tuple[int, int], density: float) -> dict[str, Row]:
     }
     for values, indices in CODINGS:
         rows |= _sparse(n, k, density, values, indices)
+    entry = Entries("fp32", "int32").nbytes(n, k) / k
+    for name, how in ABLATIONS.items() if ablation else ():
+        rows[f"OkTopk {name}"] = Row(room.OkTopk(density, **how), True, lambda p: cost.ok_topk(k, p, entry, True))
     return rows
 
 

@@ -24,6 +24,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=1, help="launches of each, in turn (%(default)s)")
     parser.add_argument("--workers", choices=WORKERS, default=WORKERS[0], help="gradients (%(default)s)")
     parser.add_argument("--only", default="", metavar="WORDS", help="names that contain one of these, comma-separated")
+    parser.add_argument(
+        "--ablation", action="store_true", help="Ok-Topk also without its parts, and with its own thresholds"
+    )
     parser.add_argument("--json", metavar="PATH")
     parser.add_argument("--figure", metavar="PATH", help="seconds and words per k against the number of hosts")
 

@@ -4,8 +4,8 @@ baseline → compressed backprop → + lazy error → + epilogue only → + fuse
 critical set with AQ-SGD forward, and the preset max. Three parts, kept in the JSON file as they come: losses can
 be had on a busy machine, times on an idle one:
 
-loss    a model pre-trained a while is fine-tuned on dp 2 × pp 2 × tp 2, unshaped, a run a rung and seed
-time    a few warm steps a rung on dp 2 × pp 4 at --rate
+loss    a model pre-trained a while is fine-tuned on dp 2 × pp 4, unshaped, a run per rung and seed
+time    a few warm steps per rung on dp 2 × pp 4 at --rate
 stages  the same mesh, gradients of the first 0, 1, … 4 stages compressed: measured, simulated, and what slack picks
 """
 
@@ -23,14 +23,13 @@ from thinwire.bench.train_options import add_options, check_counts, check_folder
 from thinwire.config.presets import PRESETS
 from thinwire.installed import check_figures, check_training
 from thinwire.lab import Network
-from thinwire.quantities import parse_rate, show_bytes
+from thinwire.quantities import half_interval, parse_rate, show_bytes
 from thinwire.terminal import table, write_json
 from thinwire.train.config.sections import TrainConfig, read_config
 from thinwire.train.local import PRELOAD, train_local
 from thinwire.train.metrics import read_events
 
 PARTS = ("all", "loss", "time", "stages")
-CUBE = {"dp": 2, "pp": 2, "tp": 2, "microbatches": 4}
 DEEP = {"dp": 2, "pp": 4, "microbatches": 4}
 MARK = ".bench-optimus"  # in a folder of ours
 TIMED = 4  # steps, the first of which does not count
@@ -43,13 +42,14 @@ DOCUMENT: dict[str, dict[str, Any]] = {
 FUSED, SEPARATE = {"sync": "fused"}, {"sync": "separate"}
 LOW = {"codec": "low_rank", "rank": 16}
 OPTIMUS, OURS = PRESETS["paper-optimus"], PRESETS["max"]
+GRADIENT = OPTIMUS["gradient"] | {"rank": 16}  # of rank 128 the matrices of so small a model would stay exact
 LADDER: dict[str, dict[str, Any]] = {
     "baseline": {"embedding": SEPARATE},
     "compressed backprop": {"backward": LOW, "embedding": SEPARATE},
     "+ lazy error": {"backward": LOW | {"memory": "error_feedback"}, "embedding": SEPARATE},
     "+ epilogue only": {"backward": OPTIMUS["backward"], "embedding": SEPARATE},
     "+ fused embedding": {"backward": OPTIMUS["backward"], "embedding": FUSED},
-    "+ selective stages": OPTIMUS,
+    "+ selective stages": OPTIMUS | {"gradient": GRADIENT},
     "ours: critical": OURS | {way: OURS[way] | {"when": "critical"} for way in ("forward", "backward")},
     "max": OURS,
 }
@@ -105,7 +105,7 @@ class Bench:
 
     def losses(self) -> None:
         """Fine-tune every rung with every seed on an unlimited network, unless that was done before."""
-        with Network(hosts=4, preload=PRELOAD) as network:
+        with Network(hosts=8, preload=PRELOAD) as network:
             model = self._pretrained(network)
             for seed in range(self.args.seeds):
                 for rung in self.rungs:
@@ -129,7 +129,7 @@ class Bench:
 
         rows = []
         with Network(hosts=8, rate=self.args.rate, preload=PRELOAD) as network:
-            slack = self._timed(network, {"gradient": OPTIMUS["gradient"]}, "slack", tied=False)
+            slack = self._timed(network, {"gradient": GRADIENT | {"stages": "slack"}}, "slack", tied=False)
             events = read_events(self.folder / "slack" / "metrics.jsonl")
             found = next(event for event in events if event["kind"] == "decision")
             measured, schedule = Measured(**found["measured"]), self._config("plan", {}, 0, DEEP).mesh.plan()
@@ -137,7 +137,7 @@ class Bench:
             plain, packed = (measured.step(schedule, exact | {"gradient": level}) for level in (0, 1))
             for count in range(DEEP["pp"] + 1):
                 chosen = list(range(count))
-                wire = {"gradient": OPTIMUS["gradient"] | {"stages": chosen}}
+                wire = {"gradient": GRADIENT | {"stages": chosen}}
                 picked = frozenset(Send(Traffic.GRADIENT, stage, 0) for stage in chosen)
                 row = {"stages": chosen, "simulated": simulate(mixed(plain, packed, picked.__contains__)).makespan}
                 rows.append(row | self._timed(network, wire, f"first-{count}", tied=False))
@@ -148,21 +148,17 @@ class Bench:
     def _pretrained(self, network: Network) -> Path:
         model = self.folder / "pretrain" / "model"
         if not model.exists():
-            config = self._config("pretrain", {"embedding": FUSED}, 0, CUBE, data={"corpus_bytes": 1_000_000},
+            config = self._config("pretrain", {"embedding": FUSED}, 0, DEEP, data={"corpus_bytes": 1_000_000},
                                   optim={"steps": self.args.pretrain, "lr": 3e-3, "warmup": 20})  # fmt: skip
             train_local(config, network=network, label="pre-training")
         return model
 
     def _fine_tuned(self, network: Network, model: Path, rung: str, seed: int) -> dict[str, Any]:
-        """Slices are synchronised fused: separate synchronisation is as exact (tests/test_tied.py). Gradients are
-        compressed on all stages, since on an unshaped network slack would pick none."""
-        wire = LADDER[rung] | ({"embedding": FUSED} if LADDER[rung]["embedding"] == SEPARATE else {})
-        if "gradient" in wire:
-            wire = wire | {"gradient": wire["gradient"] | {"stages": 1.0}}
+        """As the rung says, with its stages, its rank and its way to synchronise the embedding."""
         name = f"loss-{list(LADDER).index(rung)}-{seed}"
         shutil.rmtree(self.folder / name, ignore_errors=True)
         config = self._config(
-            name, wire, seed, CUBE, model={"path": str(model)},
+            name, LADDER[rung], seed, DEEP, model={"path": str(model)},
             data={"samples": windows(self.args.samples, DOCUMENT["data"]["held_out"])},
             optim={"epochs": self.args.epochs},
         )  # fmt: skip
@@ -209,14 +205,17 @@ class Bench:
         rows = []
         for rung in self.rungs:
             excess, time = self._excess(rung), times.get(rung)
-            spread = f" ± {statistics.stdev(excess):.2f}" if len(excess) > 1 else ""
+            half = half_interval(excess)
+            spread = "" if half is None else f" ± {half:.2f}"
             rows.append((
                 rung, f"{time['seconds']:.3f}" if time else "–",
                 show_bytes(sum(time["sent"].values())) if time else "–",
                 f"{statistics.mean(excess):+.2f}{spread}" if excess else "–",
             ))  # fmt: skip
         table(
-            f"Optimus-CC's ladder at {self.args.rate}", ("rung", "step s", "sent per step", "held-out excess %"), rows
+            f"Optimus-CC's ladder at {self.args.rate}",
+            ("rung", "step s", "sent per step", "held-out excess % ± 95 %"),
+            rows,
         )
         if "stages" in self.result:
             part = self.result["stages"]

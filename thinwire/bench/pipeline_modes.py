@@ -33,6 +33,12 @@ def _aq(bits: int, cold: Codec | None, gate: bool = True) -> Link:
     return Link(Quantize(bits), Delta(cold=cold, gate=gate))
 
 
+def _published(forward: int, backward: int, store: str = "fp32") -> Wire:
+    """AQ-SGD's algorithm: all codes of the grid, no gate, first visits in full; mirrors in the dtype `store`."""
+    memory = Delta(store=store, gate=False)
+    return Wire(Link(Quantize(forward, scale="full"), memory), Link(Quantize(backward, scale="full")))
+
+
 def _direct(forward: Codec, backward: Codec) -> Wire:
     return Wire(forward=Link(forward), backward=Link(backward))
 
@@ -50,10 +56,19 @@ MODES: dict[str, Mode] = {
     "direct 4/8": Mode(_direct(Quantize(4), Quantize(8)), (4, 8)),
     "direct 3/6": Mode(_direct(Quantize(3), Quantize(6)), (3, 6)),
     "rotated 4/4": Mode(_direct(Rotated(Quantize(4)), Rotated(Quantize(4))), (4, 4)),
-    "AQ 4/8": Mode(Wire(forward=_aq(4, None), backward=Link(Quantize(8))), (4, 8)),
-    "AQ 3/6": Mode(Wire(forward=_aq(3, None), backward=Link(Quantize(6))), (3, 6)),
+    "AQ 4/8": Mode(_published(4, 8), (4, 8)),
+    "AQ 3/6": Mode(_published(3, 6), (3, 6)),
     OURS: Mode(_OURS, (3, 3)),
     f"{OURS}, GPipe": Mode(_OURS, (3, 3), "GPipe"),
+    "AQ 2/4": Mode(_published(2, 4), (2, 4), ablation=True),
+    "AQ 2/4, three levels": Mode(
+        Wire(Link(Quantize(2), Delta("fp32", gate=False)), Link(Quantize(4))), (2, 4), ablation=True
+    ),
+    "AQ 2/4, least squares": Mode(
+        Wire(Link(Quantize(2, scale="mse"), Delta("fp32", gate=False)), Link(Quantize(4, scale="mse"))), (2, 4),
+        ablation=True,
+    ),
+    **{f"AQ 4/8, {z} bit mirrors": Mode(_published(4, 8, f"int{z}"), (4, 8), ablation=True) for z in (8, 4, 2)},
     "no delta": Mode(_direct(Quantize(3), Quantize(3)), (3, 3), ablation=True),
     "no gate": Mode(Wire(forward=_aq(3, Quantize(8), gate=False), backward=_OURS.backward), (3, 3), ablation=True),
     "cold rotated 4": Mode(Wire(forward=_aq(3, Rotated(Quantize(4))), backward=_OURS.backward), (3, 3), ablation=True),

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from thinwire.bench.pipeline_modes import MODES
-from thinwire.quantities import show_bytes, show_rate
+from thinwire.quantities import half_interval, show_bytes, show_rate
 from thinwire.terminal import table
 
 LOSS = ("mode", "seeds", "loss", "over fp32", "± 95 %", "each", "warm")
@@ -44,14 +44,12 @@ def loss_cells(result: dict[str, Any], name: str) -> tuple[Any, ...] | None:
     if not rows:
         return None
     gaps = [row["losses"][-1] / base[row["seed"]] - 1 for row in rows if row["seed"] in base]
-    spread = 4.303 if len(gaps) == 3 else 2.0  # Student's t for three pairs, about two for many
-    half = spread * statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else None
     visits = summed(epoch for row in rows for epoch in row["epochs"])
     warm = visits["warm"] / (visits["warm"] + visits["cold"]) if visits["warm"] else None
     mean = statistics.fmean(row["losses"][-1] for row in rows)
     each = ", ".join(f"{100 * gap:+.2f}" for gap in gaps)
     over = f"{100 * statistics.fmean(gaps):+.2f} %" if gaps else None
-    return len(rows), mean, over, _percent(half), each, _percent(warm)
+    return len(rows), mean, over, _percent(half_interval(gaps)), each, _percent(warm)
 
 
 def _time_cells(result: dict[str, Any], row: dict[str, Any]) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from thinwire.config.presets import PRESETS
 from thinwire.errors import UsageError
 from thinwire.installed import check_figures, check_training
 from thinwire.lab import Network
-from thinwire.quantities import show_bytes, show_rate
+from thinwire.quantities import half_interval, show_bytes, show_rate
 from thinwire.terminal import read_json, table, write_json
 from thinwire.train.config.sections import TrainConfig, read_config
 from thinwire.train.local import PRELOAD, train_local
@@ -250,14 +250,15 @@ def summary(result: dict[str, Any], wires: list[str], shares: list[float]) -> li
 def _show(rows: list[dict[str, Any]]) -> None:
     bases = [key for key in rows[0] if key.startswith("over ")]
     columns = ("wire share", "rate", "wire", "cold step s", "warm step s", *(f"× {b}" for b in bases), "held-out",
-               "excess %", "sent")  # fmt: skip
+               "excess % ± 95 %", "sent")  # fmt: skip
     shown = []
     for row in rows:
         excess = 100 * statistics.mean(row["excess"])
-        spread = 100 * statistics.stdev(row["excess"]) if len(row["excess"]) > 1 else 0.0
+        half = half_interval(row["excess"])
+        spread = "" if half is None else f" ± {100 * half:.2f}"
         shown.append((
             f"{100 * row['share']:.3g} %", show_rate(row["rate"]), row["wire"], row["cold"], row["warm"],
-            *(f"{row[b]:.2f}" for b in bases), f"{row['held_out']:.4f}", f"{excess:+.2f} ± {spread:.2f}",
+            *(f"{row[b]:.2f}" for b in bases), f"{row['held_out']:.4f}", f"{excess:+.2f}{spread}",
             show_bytes(row["sent"]),
         ))  # fmt: skip
     table("Time to the same held-out loss, cold first epoch included", columns, shown)

@@ -28,7 +28,8 @@ class Quantize(Codec):
     """Block-scaled quantisation: q = round(x/s_B), one 16-bit scale s_B per block (kernels/quantize.py has the layout).
 
     bits: per value, 2–8. block: values per scale, a multiple of 8. rounding: "nearest" (contractive) or "stochastic"
-    (unbiased). scale: "absmax" (s_B from the largest magnitude), or "mse" for least squared error.
+    (unbiased). scale: "absmax" (s_B from the largest magnitude, 2^bits − 1 codes), "full" (the same with all 2^bits
+    codes, the odd one negative: AQ-SGD's grid, which two bits need), or "mse" for least squared error (all codes too).
     """
 
     bits: int
@@ -44,19 +45,28 @@ class Quantize(Codec):
         check_block(self.block)
         if self.rounding not in ("nearest", "stochastic"):
             raise UsageError(f"rounding must be nearest or stochastic, not {self.rounding!r}")
-        if self.scale not in ("absmax", "mse"):
-            raise UsageError(f"scale must be absmax or mse, not {self.scale!r}")
-        if self.scale == "mse" and self.rounding == "stochastic":
-            raise UsageError("scale mse clips, so stochastic rounding would not be unbiased: use nearest with it")
+        if self.scale not in ("absmax", "full", "mse"):
+            raise UsageError(f"scale must be absmax, full or mse, not {self.scale!r}")
+        if self.scale != "absmax" and self.rounding == "stochastic":
+            raise UsageError(
+                f"scale {self.scale} clips, so stochastic rounding would not be unbiased: use nearest with it"
+            )
 
     @property
     def span(self) -> int:
         return self.block
 
+    @property
+    def _mode(self) -> kernel.Mode:
+        return {
+            "stochastic": self.rounding == "stochastic",
+            "mse": self.scale == "mse",
+            "full": self.scale == "full",
+        }
+
     def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         flat = _flat(x)
-        stochastic, mse = self.rounding == "stochastic", self.scale == "mse"
-        wire = kernel.quantize(flat, self.bits, self.block, stochastic=stochastic, mse=mse, seed=seed, out=into)
+        wire = kernel.quantize(flat, self.bits, self.block, **self._mode, seed=seed, out=into)
         return wire, kernel.is_finite(wire, x.numel(), self.bits, -(-x.numel() // self.block), flat.dtype)
 
     def encode_onto_flagged(
@@ -74,8 +84,7 @@ class Quantize(Codec):
             self.block,
             gate=gate,
             seed=seed,
-            stochastic=self.rounding == "stochastic",
-            mse=self.scale == "mse",
+            **self._mode,
             wire=into,
         )
         if not target.is_contiguous():
@@ -108,11 +117,15 @@ class Quantize(Codec):
         return (math.sqrt(1 + block / q) - 1) / 2
 
     def delta(self, numel: int) -> float | None:
-        """No value moves by more than itself or half a step, and the extreme is qmax steps long."""
+        """No value moves by more than itself or half a step, and the extreme is qmax steps long.
+
+        Of the full grid it is one step longer, and moves by a whole one where it is positive.
+        """
         if self.rounding == "stochastic":
             return None
-        block, q = min(self.block, max(numel, 1)), (kernel.qmax(self.bits) / SCALE_SLACK) ** 2
-        return 1 - min(block / (block - 1 + 4 * q), 1 - 1e-6)
+        full = self.scale == "full"
+        block, q = min(self.block, max(numel, 1)), ((kernel.qmax(self.bits) + full) / SCALE_SLACK) ** 2
+        return 1 - min((block + 3 * full) / (block - 1 + 4 * q), 1 - 1e-6)
 
 
 @dataclass(frozen=True)

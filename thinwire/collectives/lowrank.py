@@ -32,15 +32,30 @@ class LowRank(Collective):
     for all of them. Every tensor gets what it would get in an exchange of its own with the same seed; the state of
     the i-th is "q<i>".
 
-    rank: columns of P and of Q, at least 1. shapes: as above; empty: u is one tensor of its own shape.
+    rank: columns of P and of Q, at least 1; of a matrix that is smaller than that nothing is lost. shapes: as above;
+    empty: u is one tensor of its own shape. shrink: from 1 on: the rank of each matrix is lowered to what makes it at
+    least so many times smaller; 0: it is the same for all.
     """
 
     rank: int
     shapes: tuple[tuple[int, ...], ...] = ()
+    shrink: float = 0.0
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
             raise UsageError(f"rank must be a positive integer, not {self.rank!r}")
+        if type(self.shrink) not in (int, float) or (self.shrink != 0 and not self.shrink >= 1):
+            raise UsageError(f"shrink must be 0, or a number from 1 on, not {self.shrink!r}")
+
+    def rank_of(self, shape: tuple[int, ...]) -> int:
+        """The rank of a tensor of that shape, a convolution's as out × rest; 0: it travels as it is."""
+        if len(shape) < 2:
+            return 0
+        rows, columns = shape[0], math.prod(shape[1:])
+        rank = self.rank
+        if self.shrink and rows + columns:
+            rank = min(rank, int(rows * columns / (self.shrink * (rows + columns))))
+        return 0 if rank < 1 or LowRankCodec(rank).is_raw((rows, columns)) else rank
 
     def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> LowRank:
         return replace(self, shapes=tuple(tuple(shape) for shape in shapes))
@@ -49,11 +64,12 @@ class LowRank(Collective):
         self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> Steps[tuple[Tensor, Tensor]]:
         parts = self._parts(u)
-        raw = [LowRankCodec(self.rank).is_raw(tuple(part.shape)) for part in parts]
+        ranks = [self.rank_of(tuple(part.shape)) for part in parts]
+        raw = [rank == 0 for rank in ranks]
         thin = [i for i, whole in enumerate(raw) if not whole]
         matrices = {i: parts[i].reshape(matrix_shape(tuple(parts[i].shape))) for i in thin}
         start = derive("lowrank", seed)
-        starts = {i: starting_factor(m, self.rank, start, state.get(f"q{i}")) for i, m in matrices.items()}
+        starts = {i: starting_factor(m, ranks[i], start, state.get(f"q{i}")) for i, m in matrices.items()}
         first = [part if whole else matrices[i] @ starts[i] for i, (part, whole) in enumerate(zip(parts, raw))]
         means = yield from _mean(first, group)
         lefts = _orthonormal({i: means[i] for i in thin})

@@ -38,10 +38,14 @@ class Swap:
     """
 
     def __init__(
-        self, outgoing: list[Tensor], sizes: list[int], group: Group, dtype: torch.dtype = torch.uint8
-    ) -> None:
-        """dtype: of the values that the messages hold; for whoever counts them."""
+        self, outgoing: list[Tensor], sizes: list[int], group: Group, dtype: torch.dtype = torch.uint8,
+        rotates: bool = True, bucket: int | None = BUCKET,
+    ) -> None:  # fmt: skip
+        """dtype: of the values that the messages hold; for whoever counts them. rotates: False: everybody sends to
+        member 0 first, then to 1, … bucket: messages that are awaited together; None: all of them."""
         self.outgoing = outgoing
+        self.rotates = rotates
+        self.bucket = bucket
         self.dtype = dtype
         self.sizes = sizes
         self.group = group
@@ -112,7 +116,10 @@ class Swap:
     def _buckets(self) -> list[list[tuple[int, int]]]:
         """(member to send to, member to receive from), in the order in which they are served."""
         pairs = [((self.rank + s) % self.size, (self.rank - s) % self.size) for s in range(1, self.size)]
-        return [pairs[first : first + BUCKET] for first in range(0, len(pairs), BUCKET)]
+        if not self.rotates:
+            pairs = [(member, member) for member in range(self.size) if member != self.rank]
+        together = self.bucket or self.size
+        return [pairs[first : first + together] for first in range(0, len(pairs), together)]
 
 
 def swap(outgoing: list[Tensor], sizes: list[int], group: Group) -> list[Tensor]:

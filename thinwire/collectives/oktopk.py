@@ -5,6 +5,7 @@ and every region has one owner who adds it up; ≤ 6k(P−1)/P words for similar
 local selection in one pass over n; the global threshold from the owners' counts and histograms instead of all
 non-zeros; regions from a *pooled* index histogram, which balances unlike workers too; the cyclic region → owner shift
 that keeps most entries home; coded indices and values, with what coding changed charged to whoever coded it.
+The paper's own rule for thresholds, and its parts one by one, can be chosen: `thresholds`, `rotation`, ….
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from thinwire.codecs.entries import Entries
 from thinwire.collectives.base import Collective, State
 from thinwire.collectives.groups import Group, world
 from thinwire.collectives.messages import all_reduce, gather
-from thinwire.collectives.regions import Picked, balanced_gather, put, split_and_reduce
+from thinwire.collectives.regions import Picked, balanced_gather, put, region_bounds, split_and_reduce
+from thinwire.collectives.reused import Reused
 from thinwire.collectives.sums import exact_mean
 from thinwire.errors import UsageError
 from thinwire.kernels import select
 
 INDEX_BINS = 4096  # of the pooled histogram that regions are cut from
 SCOPES = ("unit", "model")
+THRESHOLDS = ("predicted", "reused", "nudged")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,11 @@ class OkTopk(Collective):
     density: k/n, the share of values selected, in (0, 1]. tau: τ, exchanges between two cuts of regions. tau_prime: τ′,
     exchanges between two thresholds from histograms. values: how values travel, "fp32", "bf16" or "int8". indices: how
     indices travel, "int32" or "coded" (Elias–Fano or a bitmap). scope: whose k, "unit" or "model". xi_every: exchanges
-    between two measurements of ξ (see `xi`), kept in the state; 0: none.
+    between two measurements of ξ (see `xi`), kept in the state; 0: none. thresholds: "predicted" (k are selected in
+    every exchange); "reused", the paper's rule: found every τ′ exchanges, and all that passes them selected in between;
+    or "nudged", as in its code: reused, but moved a little where far more or fewer than k pass. rotation, bucketing,
+    repartition, balancing: False: without that part of the paper, for an ablation: step 4's order and its overlap with
+    adding, regions of equal load (else equal lengths), and step 6.
     """
 
     density: float
@@ -61,6 +68,11 @@ class OkTopk(Collective):
     indices: str = "int32"
     scope: str = "unit"
     xi_every: int = 0
+    thresholds: str = "predicted"
+    rotation: bool = True
+    bucketing: bool = True
+    repartition: bool = True
+    balancing: bool = True
 
     def __post_init__(self) -> None:
         TopK(self.density), Entries(self.values, self.indices)  # they refuse bad settings
@@ -69,6 +81,13 @@ class OkTopk(Collective):
                 raise UsageError(f"{name} must be an integer from {least}, not {getattr(self, name)!r}")
         if self.scope not in SCOPES:
             raise UsageError(f"scope must be one of {', '.join(SCOPES)}, not {self.scope!r}")
+        if self.thresholds not in THRESHOLDS:
+            raise UsageError(f"thresholds must be one of {', '.join(THRESHOLDS)}, not {self.thresholds!r}")
+        if self.thresholds != "predicted" and self.scope == "model":
+            raise UsageError(f"thresholds {self.thresholds}: are of one unit; scope = 'model' takes predicted ones")
+        for name in ("rotation", "bucketing", "repartition", "balancing"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
 
     def exchange(
         self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
@@ -81,8 +100,10 @@ class OkTopk(Collective):
         k = TopK(self.density).count(n)
         if self.scope == "model":
             k = int(state.get("share", k))
-        # 1. this member's k largest
-        picked = thresholds.pick(flat, k, state)
+        # 1. this member's k largest, or what passes a reused threshold
+        reused = None if self.thresholds == "predicted" else Reused(self.thresholds == "nudged")
+        again = age % self.tau_prime == 0
+        picked = thresholds.pick(flat, k, state) if reused is None else reused.pick(flat, k, state, again)
         if float(state["seen_l"][0]) <= thresholds.SMALLEST:  # fewer than k may not be zero
             keep = torch.nonzero(picked[1]).reshape(-1)
             picked = picked[0][keep], picked[1][keep]
@@ -92,13 +113,13 @@ class OkTopk(Collective):
         bounds, shift = state["bounds"].tolist(), int(state["shift"])
         # 3. and 4. counts, then entries to their owners, who add them
         code = Entries(self.values, self.indices, later=True)
-        region, mine, sent, unit = split_and_reduce(picked, bounds, shift, code, group)
+        region, mine, sent, unit = split_and_reduce(picked, bounds, shift, code, group, self.rotation, self.bucketing)
         # 5. the sums that pass globally; in another unit than usual no threshold is known
-        fresh = age % self.tau_prime == 0 or unit != 1
-        (index, sums), held = thresholds.pick_sums(region, k, state, group, fresh)
+        pick_sums = thresholds.pick_sums if reused is None else reused.pick_sums
+        (index, sums), held = pick_sums(region, k, state, group, again or unit != 1)
         owned = index + bounds[mine], sums
         # 6. and 7. balanced over the members, then to everybody
-        passed, values = balanced_gather(owned, held, shift, n, code, group)
+        passed, values = balanced_gather(owned, held, shift, n, code, group, self.balancing)
         mean, own = put(n, passed, values / (size / unit)), _passed(sent, passed, n)
         if not code.is_exact:  # what coding did to the sums it owns
             select.scatter_add(own, owned[0], mean[owned[0]] * (size / unit) - sums)
@@ -118,6 +139,10 @@ class OkTopk(Collective):
     def _cut_regions(self, index: Tensor, n: int, state: State, group: Group) -> None:
         """Step 2: boundaries of equal pooled load, and the shift that keeps most entries at home."""
         size, _ = world(group)
+        if not self.repartition:
+            state["bounds"] = torch.tensor(region_bounds(n, size), device=index.device)
+            state["shift"] = torch.tensor(0)
+            return
         bins = min(INDEX_BINS, n)
         counts = all_reduce(torch.bincount(index * bins // n, minlength=bins).int(), group).double()
         load = torch.cat((counts.new_zeros(1), counts.cumsum(0)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.codecs.entries import Entries
 from thinwire.collectives.groups import Group, world
-from thinwire.collectives.messages import Swap, gather, swap
+from thinwire.collectives.messages import BUCKET, Swap, gather, swap
 from thinwire.collectives.sums import large_unit, may_overflow
 from thinwire.kernels import select
 
@@ -54,15 +54,18 @@ def put(n: int, index: Tensor, values: Tensor) -> Tensor:
 
 
 def split_and_reduce(
-    picked: Picked, bounds: list[int], shift: int, code: Entries, group: Group
-) -> tuple[Tensor, int, Picked, float]:
+    picked: Picked, bounds: list[int], shift: int, code: Entries, group: Group, rotates: bool = True,
+    bucketed: bool = True,
+) -> tuple[Tensor, int, Picked, float]:  # fmt: skip
     """(the sum over members of the region this member owns, which region that is, this member's entries as sent, the
     unit of both: 1, or on all members a power of two where the sums of anybody's values might leave their range).
 
     picked: this member's entries. bounds: the regions' P + 1 boundaries; region j belongs to member (j + shift) mod P.
-    code: how entries become bytes. 1. all-gather the P counts of every member; 2. each region's coded
-    entries to its owner, in rotation; 3. the owner adds a bucket of messages while the next are in flight, always in
-    the order of the rotation, so that a run repeats to the bit.
+    code: how entries become bytes. rotates, bucketed: False: without that part of steps 2 and 3.
+
+    1. all-gather the P counts of every member; 2. each region's coded entries to its owner, in rotation; 3. the owner
+    adds a bucket of messages while the next are in flight, always in the order of the rotation, so that a run repeats
+    to the bit.
     """
     size, rank = world(group)
     lengths = [b - a for a, b in pairwise(bounds)]
@@ -81,7 +84,9 @@ def split_and_reduce(
     outgoing = [messages[(owner - shift) % size] for owner in range(size)]
     dtype = picked[1].dtype
     region = zeros(lengths[mine], picked[1])
-    for sender, wire in Swap(outgoing, [code.nbytes(lengths[mine], c, dtype) for c in column], group).arriving():
+    sizes = [code.nbytes(lengths[mine], c, dtype) for c in column]
+    under_way = Swap(outgoing, sizes, group, rotates=rotates, bucket=BUCKET if bucketed else None)
+    for sender, wire in under_way.arriving():
         select.scatter_add(region, *code.decode(wire, lengths[mine], column[sender], dtype))
     if code.is_exact:
         return region, mine, picked, unit
@@ -89,15 +94,17 @@ def split_and_reduce(
     return region, mine, join([(i + lo, v) for (i, v), lo in zip(decoded, bounds)]), unit
 
 
-def balanced_gather(picked: Picked, counts: list[int], shift: int, n: int, code: Entries, group: Group) -> Picked:
+def balanced_gather(
+    picked: Picked, counts: list[int], shift: int, n: int, code: Entries, group: Group, balances: bool = True
+) -> Picked:
     """Every owner's entries to every member, ascending; crowded owners hand over contiguous shares first.
 
     picked: this member's entries of n values. counts: every member's. shift: region j belongs to member (j + shift) mod
-    P. code: how entries become bytes.
+    P. code: how entries become bytes. balances: False: nothing is handed over.
     """
     size, rank = world(group)
     owners = [(region + shift) % size for region in range(size)]
-    if max(counts) * size > CROWDED * sum(counts):
+    if balances and max(counts) * size > CROWDED * sum(counts):
         picked, counts = _hand_over(picked, counts, owners, n, replace(code, values="fp32"), group)
     dtype = picked[1].dtype
     message = code.encode(*picked, n)

@@ -119,13 +119,13 @@ def pick_sums(region: Tensor, k: int, state: State, group: Group, fresh: bool) -
 def _above(region: Tensor, grid: Tensor, group: Group) -> tuple[Picked, Tensor, Tensor]:
     """This member's sums above the lowest of ascending thresholds; how many thresholds each of them passes; [members,
     grid]: how many sums pass each, everywhere."""
-    picked = _passing(region, grid[0])
+    picked = entries_above(region, grid[0])
     place = torch.bucketize(picked[1].abs().float(), grid, right=True).clamp(min=1)  # they all pass the lowest
     passing = torch.bincount(place, minlength=grid.numel() + 1)[1:].flip(0).cumsum(0).flip(0)
     return picked, place, torch.stack(gather(passing.int(), group))
 
 
-def _passing(region: Tensor, threshold: Tensor) -> Picked:
+def entries_above(region: Tensor, threshold: Tensor) -> Picked:
     """Entries of |region| ≥ threshold, compared in float32 at least: in a smaller type a threshold may become zero."""
     index, values = select.select(
         region.to(torch.promote_types(region.dtype, torch.float32)), threshold, region.numel()
@@ -140,7 +140,7 @@ def pooled_threshold(region: Tensor, k: int, group: Group) -> Tensor:
     counts[0] = 0  # zeros are nobody's entries
     edge = select.threshold_from(counts, k).clamp(min=SMALLEST)
     low = edge.view(torch.int32).long()
-    bits = select.magnitude_bits(_passing(region, edge)[1])
+    bits = select.magnitude_bits(entries_above(region, edge)[1])
     place = ((bits - low) >> FINE_SHIFT).clamp(max=FINE_BINS)  # the last: all above this eighth of an octave
     fine = all_reduce(torch.bincount(place, minlength=FINE_BINS + 1).int(), group)
     above = fine.flip(0).cumsum(0).flip(0)

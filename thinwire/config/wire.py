@@ -10,7 +10,7 @@ feedback) unless another memory is named; without any, training would converge t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from thinwire import codecs, memory
@@ -32,6 +32,7 @@ MEMORIES: dict[str, Callable[..., Memory]] = {
 }  # fmt: skip
 WHEN = ("always", "epilogue", "critical")
 SYNCS = ("separate", "fused", "rows")
+EPOCH = "epoch"  # as a warm-up: the first epoch, whose steps `Wire.with_epoch` tells
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,14 @@ class Link:
     memory: what both ends keep between messages; "auto" (backward): lazy error where it helps.
     when: which messages are compressed: always, epilogue (Optimus-CC's), critical (without slack in the simulator), or
         a predicate (stage, micro-batch) → bool that both peers evaluate.
+    warmup: the first training steps of the pipeline, whose messages are exact: a number, or "epoch" (Wire.with_epoch).
+        A memory of samples needs none: a sample's first message is exact unless `cold` says otherwise.
     """
 
     codec: Codec
     memory: Memory | str = field(default_factory=Plain)
     when: str | Callable[[int, int], bool] = "always"
+    warmup: int | str = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
@@ -55,6 +59,12 @@ class Link:
             raise UsageError(f"memory must be a memory or 'auto', not {self.memory!r}")
         if not callable(self.when) and self.when not in WHEN:
             raise UsageError(f"when = {self.when!r}: allowed are {', '.join(WHEN)}, or a function")
+        _check_warmup(self.warmup)
+        if self.warmup and isinstance(self.memory, Memory) and self.memory.cold_start:
+            raise UsageError(
+                f"warmup = {self.warmup!r}: memory {self.memory.name} would remember nothing of it; leave it out: a "
+                "sample's first message is in full precision, unless `cold` is given"
+            )
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class Reduction:
     collective: what averages them.
     memory: what each rank keeps between steps; error feedback by default.
     stages: of a pipeline, whose gradients are compressed: a share (the earliest), a list, or "slack" (stages.py).
-    warmup: the first steps, which are exact.
+    warmup: the first steps, which are exact: a number, or "epoch" (Wire.with_epoch).
     exclude: patterns of names, as of files (`*.bias`), whose parameters are always exact.
     exact_dims: parameters of at most so many dimensions are always exact (1: biases and norms; 0: none).
     unit_mb: the size in MB of the units that are exchanged while backward still runs.
@@ -76,7 +86,7 @@ class Reduction:
     collective: Collective
     memory: Memory = field(default_factory=ErrorFeedback)
     stages: Stages = 1.0
-    warmup: int = 0
+    warmup: int | str = 0
     exclude: tuple[str, ...] = ()
     exact_dims: int = 1
     unit_mb: float = 25.0
@@ -93,10 +103,9 @@ class Reduction:
                 f"memory {self.memory.name}: is for samples; gradients take error_feedback, ef21, diana, …"
             )
         object.__setattr__(self, "stages", check_stages(self.stages))
-        for name, least in (("warmup", 0), ("exact_dims", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise UsageError(f"{name} = {value!r}: must be an integer, {least} or more")
+        _check_warmup(self.warmup)
+        if not _is_count(self.exact_dims):
+            raise UsageError(f"exact_dims = {self.exact_dims!r}: must be an integer, 0 or more")
         if not isinstance(self.unit_mb, (int, float)) or not self.unit_mb > 0:
             raise UsageError(f"unit_mb = {self.unit_mb!r}: must be positive")
         if self.sync not in SYNCS:
@@ -143,6 +152,16 @@ class Wire:
         if self.streams != "auto" and not (whole and 1 <= int(self.streams) <= MOST_STREAMS):
             raise UsageError(f'[wire] streams = {self.streams!r}: allowed are 1 to {MOST_STREAMS}, and "auto"')
 
+    def with_epoch(self, steps: int, passes: int = 1) -> Wire:
+        """The wire with every warm-up of "epoch" in steps.
+
+        steps: of an epoch. passes: steps of the pipeline in each, where gradients are accumulated.
+        """
+        counts = {"forward": steps * passes, "backward": steps * passes, "gradient": steps, "embedding": steps}
+        given = {name: getattr(self, name) for name in counts}
+        waiting = {name: one for name, one in given.items() if one is not None and one.warmup == EPOCH}
+        return replace(self, **{name: replace(one, warmup=counts[name]) for name, one in waiting.items()})
+
     @staticmethod
     def of(wire: WireLike) -> Wire:
         """A Wire from itself, a preset's name, "auto", a `[wire]` table, or a collective for the gradients alone."""
@@ -158,6 +177,29 @@ class Wire:
 
 
 WireLike = Wire | Collective | str | Mapping[str, Any]  # what Wire.of makes a Wire of
+
+
+def warmup_steps(section: str, given: Link | Reduction | None) -> int:
+    """How many steps of a section's traffic are exact; UsageError where an epoch is meant and its steps are unknown.
+
+    section: its name, for the error. given: the section; None: nothing is compressed.
+    """
+    warmup = 0 if given is None else given.warmup
+    if isinstance(warmup, str):
+        raise UsageError(
+            f"[wire.{section}] warmup = {warmup!r}: how many steps has an epoch? Give their number, or take "
+            "tw.Wire.of(wire).with_epoch(steps)"
+        )
+    return warmup
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_warmup(value: object) -> None:
+    if not _is_count(value) and value != EPOCH:
+        raise UsageError(f"warmup = {value!r}: must be an integer, 0 or more, or {EPOCH!r}")
 
 
 def _read(table: Mapping[str, Any]) -> Wire:
@@ -176,7 +218,7 @@ def _link(name: str, given: Any) -> Link | None:
     table = _table(name, given, "codec")
     if not table:
         return None
-    own = {key: table.pop(key) for key in ("when",) if key in table}
+    own = {key: table.pop(key) for key in ("when", "warmup") if key in table}
     kept = table.pop("memory", "plain")
     return _named(name, lambda: Link(codecs.make(**table), kept if kept == "auto" else _memory(kept), **own))
 

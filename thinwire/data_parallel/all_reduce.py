@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.codecs.base import describe_nonfinite, is_finite
 from thinwire.collectives import Dense
 from thinwire.collectives.groups import Group, unmetered, world
-from thinwire.config.wire import Reduction, Wire, WireLike
+from thinwire.config.wire import Reduction, Wire, WireLike, warmup_steps
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.parameters import describe_parameters
 from thinwire.distributed.config_check import check_agreement, describe
@@ -56,7 +56,7 @@ def all_reduce(
     _check_together(named_tensors, how | {"seed": repr(seed)}, group)
     if world(group)[0] == 1:
         return {name: t.clone() for name, t in named_tensors.items()}
-    exact = exchange.steps < reduction.warmup
+    exact = exchange.steps < warmup_steps("gradient", reduction)
     means = exchange.reduce_all(lambda unit: torch.cat([_working(named_tensors[n]) for n in unit.parameters]), exact)
     if means is None:
         raise ValueError("all_reduce: a mean or residual left the range of its type on some rank; nothing was changed")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from thinwire.codecs.base import is_finite
 from thinwire.collectives import Dense
 from thinwire.collectives.groups import ALONE, Group, destroy, twin, world
-from thinwire.config.wire import Reduction, Wire, WireLike
+from thinwire.config.wire import Reduction, Wire, WireLike, warmup_steps
 from thinwire.data_parallel.checkpoint import RankState
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_pass import Deliver, Failed, Means, Pass, PassSetup
@@ -55,8 +55,7 @@ class Reducer:
 
     named_parameters: pairs such as model.named_parameters() gives; those that require no gradient are left out.
     wire: a tw.Wire, a preset's name, a collective, or a table as TOML gives it; its gradient section is used.
-    group: the process group that is averaged over; None is torch's default one.
-    seed: of stochastic rounding and of random choices.
+    group: the process group that is averaged over; None is torch's default. seed: of stochastic and random choices.
     nonfinite: what gradients are after a step that was rolled back: "nan", as plain DDP would leave them, or "zero".
     scale: gives the loss scale of a pass (a GradScaler's get_scale), so that residuals are kept in the gradient's unit.
     shard_group: ranks that reduce other parts of the same parameters in the same passes, as the shards of a model do;
@@ -84,6 +83,7 @@ class Reducer:
         check_agreement("thinwire", config | describe_parameters(self.parameters), group)
         if nonfinite not in NONFINITE:  # asked after they agreed: a rank that leaves earlier lets the others wait
             raise UsageError(f"nonfinite = {nonfinite!r}: allowed are {', '.join(NONFINITE)}")
+        self.warmup = warmup_steps("gradient", self.reduction)
         if not self.parameters:
             raise UsageError("no parameter requires a gradient: there is nothing to reduce")
         self.size, self.rank = world(group)
@@ -230,7 +230,7 @@ class Reducer:
         self.exact = exact
 
     def _exact_pass(self) -> bool:
-        return self.exact or self.exchange.steps < self.reduction.warmup
+        return self.exact or self.exchange.steps < self.warmup
 
     # --- steps
 

@@ -30,28 +30,29 @@ def delta_bytes(n: int, bits: int, block: int, dtype: torch.dtype, gate: bool) -
 
 def encode_delta(
     x: Tensor, h: Tensor, out: Tensor, bits: int, block: int, *, gate: bool, stochastic: bool = False,
-    mse: bool = False, seed: int = 0, wire: Tensor | None = None, impl: str | None = None,
+    mse: bool = False, full: bool = False, seed: int = 0, wire: Tensor | None = None, impl: str | None = None,
 ) -> Tensor:  # fmt: skip
     """x, h: float[n] → message uint8[delta_bytes]; `out` (float[n], may be h) receives the new mirror.
 
     `wire`, from an address that is a multiple of four, receives the message: on CUDA without an allocation.
     """
     impl = choose(x, impl)
+    mode = q.mode_of(stochastic, mse, full)
     if impl == "gpu":
-        return load(impl, "delta").encode_delta(x, h, out, bits, block, gate, stochastic, mse, seed, wire)
+        return load(impl, "delta").encode_delta(x, h, out, bits, block, gate, mode, seed, wire)
     if wire is not None:
-        new = encode_delta(x, h, out, bits, block, gate=gate, stochastic=stochastic, mse=mse, seed=seed, impl=impl)
-        return wire.copy_(new)
+        how = q.Mode(stochastic=stochastic, mse=mse, full=full)
+        return wire.copy_(encode_delta(x, h, out, bits, block, gate=gate, **how, seed=seed, impl=impl))
     if impl != "reference":
-        return load(impl, "delta").encode_delta(x, h, out, bits, block, gate, stochastic, mse, seed)
+        return load(impl, "delta").encode_delta(x, h, out, bits, block, gate, mode, seed)
     work = q.arithmetic(x.dtype)
     values, mirror = q.as_blocks(x.to(work), block), q.as_blocks(h.to(work), block)
     phi = gate_flags(values, mirror) if gate else torch.ones_like(values[:, 0], dtype=torch.bool)
     base = torch.where(phi[:, None], mirror, 0)
     blocks = values - base
-    scale, tail = q.choose_scales(blocks, bits, mse, x.dtype)
+    scale, tail = q.choose_scales(blocks, bits, mse, x.dtype, full)
     noise = random.uniform(blocks.numel(), seed, x.device) if stochastic else None
-    codes = q.round_codes(blocks, scale, bits, q.spare_level(blocks, x.dtype) if mse and x.numel() else None, noise)
+    codes = q.round_codes(blocks, scale, bits, q.spare_level(blocks, x.dtype, mse, full), noise)
     out.copy_((base + codes * scale[:, None]).reshape(-1)[: x.numel()])
     coded = q.assemble(codes.reshape(-1)[: x.numel()], tail, bits)
     return torch.cat((coded, bitpack.pack(phi.to(torch.uint8), 1, "reference"))) if gate else coded

@@ -8,10 +8,14 @@
 `mse` replaces max|x| by c·max|x| with the c on a grid of 16 that least squared error asks for, and gives the code
 that the symmetric grid leaves over, qmax + 1, to the side of the block's extreme (a negative scale where that is
 negative). Errors are summed in integers, so that no order of summation can change a bit.
+`full` is AQ-SGD's grid, all 2^b codes from −2^(b−1) on: s_B = ⌈max_B|x| / 2^(b−1)⌉, q = clamp(round(x/s_B), −2^(b−1),
+qmax). Its scale is sent negative, so that the one code beyond qmax is the lowest, and decoding is the same.
 float64 input keeps float64 scales (8 bytes).
 """
 
 from __future__ import annotations
+
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -22,6 +26,22 @@ from thinwire.kernels.dispatch import choose, load
 
 SHRINKS = 16  # candidates c = 1, 0.95, … 0.25 for the least-squares scale
 GRID = 1 << 14  # resolution at which candidates are compared
+NEAREST, STOCHASTIC, LEAST_SQUARES, FULL = range(4)
+
+
+class Mode(TypedDict):
+    """How to round: `quantize`'s arguments, of which at most one is true."""
+
+    stochastic: bool
+    mse: bool
+    full: bool
+
+
+def mode_of(stochastic: bool, mse: bool, full: bool) -> int:
+    """The kernels' number of a way to round."""
+    if stochastic + mse + full > 1:
+        raise ValueError("at most one of stochastic, mse and full")
+    return STOCHASTIC if stochastic else LEAST_SQUARES if mse else FULL if full else NEAREST
 
 
 def qmax(bits: int) -> int:
@@ -45,24 +65,26 @@ def quantized_bytes(n: int, bits: int, block: int, dtype: torch.dtype) -> int:
 
 
 def quantize(
-    x: Tensor, bits: int, block: int, *, stochastic: bool = False, mse: bool = False, seed: int = 0,
+    x: Tensor, bits: int, block: int, *, stochastic: bool = False, mse: bool = False, full: bool = False, seed: int = 0,
     out: Tensor | None = None, impl: str | None = None,
 ) -> Tensor:  # fmt: skip
     """x: float[n], contiguous → uint8[quantized_bytes]. A block with NaN or Inf carries scales.NONFINITE.
+
+    At most one of stochastic, mse and full.
 
     `out`, from an address that is a multiple of four, receives the message: on CUDA without an allocation.
     """
     impl = choose(x, impl)
     if impl == "gpu":
-        return load(impl, "quantize").quantize(x, bits, block, stochastic, mse, seed, out)
+        return load(impl, "quantize").quantize(x, bits, block, mode_of(stochastic, mse, full), seed, out)
     if out is not None:
-        return out.copy_(quantize(x, bits, block, stochastic=stochastic, mse=mse, seed=seed, impl=impl))
+        return out.copy_(quantize(x, bits, block, stochastic=stochastic, mse=mse, full=full, seed=seed, impl=impl))
     if impl != "reference":
-        return load(impl, "quantize").quantize(x, bits, block, stochastic, mse, seed)
+        return load(impl, "quantize").quantize(x, bits, block, mode_of(stochastic, mse, full), seed)
     blocks = as_blocks(x.to(arithmetic(x.dtype)), block)
-    scale, tail = choose_scales(blocks, bits, mse, x.dtype)
+    scale, tail = choose_scales(blocks, bits, mse, x.dtype, full)
     noise = random.uniform(blocks.numel(), seed, x.device) if stochastic else None
-    codes = round_codes(blocks, scale, bits, spare_level(blocks, x.dtype) if mse and x.numel() else None, noise)
+    codes = round_codes(blocks, scale, bits, spare_level(blocks, x.dtype, mse, full), noise)
     return assemble(codes.reshape(-1)[: x.numel()], tail, bits)
 
 
@@ -97,27 +119,30 @@ def is_finite(wire: Tensor, n: int, bits: int, blocks: int, dtype: torch.dtype) 
 # --- the reference, step by step (the fused delta kernel's reference uses the same steps)
 
 
-def choose_scales(blocks: Tensor, bits: int, mse: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def choose_scales(
+    blocks: Tensor, bits: int, mse: bool, dtype: torch.dtype, full: bool = False
+) -> tuple[Tensor, Tensor]:
     """blocks: float[B, block] → (scale in the arithmetic dtype [B], its bytes)."""
     absmax = blocks.abs().amax(dim=1) if blocks.numel() else blocks.new_zeros(blocks.shape[0])
     absmax = torch.where(torch.isfinite(blocks).all(dim=1), absmax, torch.nan)
-    negative = torch.zeros_like(absmax, dtype=torch.bool)
-    if mse and blocks.numel():
-        roomy = spare_level(blocks, dtype)
+    negative = torch.full_like(absmax, full, dtype=torch.bool)
+    steps = qmax(bits) + full  # from zero to the extreme
+    roomy = spare_level(blocks, dtype, mse)
+    if roomy is not None:
         negative = (blocks.amax(dim=1) < absmax) & roomy
         absmax = absmax * torch.where(roomy, best_shrink(blocks, absmax, negative, bits), 1)
     if dtype == torch.float64:
-        return double_scales(absmax / qmax(bits), negative, bits)
-    code = scales.encode_scale(absmax, qmax(bits), torch.finfo(dtype).max)
+        return double_scales(absmax / steps, negative, steps)
+    code = scales.encode_scale(absmax, steps, torch.finfo(dtype).max)
     code = torch.where(negative & (code > 0) & (code != scales.NONFINITE), code + scales.SIGN, code)
     return scales.decode_scale(code), scales.to_bytes(code)
 
 
-def double_scales(v: Tensor, negative: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """float64 scales, also of 7 significant bits, rounded up unless qmax·s would overflow."""
+def double_scales(v: Tensor, negative: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """float64 scales, also of 7 significant bits, rounded up unless steps·s would overflow."""
     mantissa, exponent = torch.frexp(v)
     up, down = (torch.ldexp(m / 128, exponent) for m in (torch.ceil(mantissa * 128), torch.floor(mantissa * 128)))
-    scale = torch.where((up * qmax(bits)).isinf() & v.isfinite(), down, up) * torch.where(negative, -1, 1)
+    scale = torch.where((up * steps).isinf() & v.isfinite(), down, up) * torch.where(negative, -1, 1)
     return scale, scale.contiguous().view(torch.uint8)
 
 
@@ -144,9 +169,11 @@ def shrink_candidate(j: int, bits: int) -> tuple[int, float, float]:
     return step, float(torch.tensor(1.0) / step), c
 
 
-def spare_level(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """bool[B]: may least squares use the level qmax + 1? Near the dtype's limit it might lie beyond it."""
-    return blocks.abs().amax(dim=1) <= torch.finfo(dtype).max / 2
+def spare_level(blocks: Tensor, dtype: torch.dtype, mse: bool, full: bool = False) -> Tensor | None:
+    """bool[B]: which blocks use the level qmax + 1? Least squares not where it might lie beyond the dtype's limit."""
+    if not blocks.numel() or not (mse or full):
+        return None
+    return blocks.abs().amax(dim=1) <= torch.finfo(dtype).max / (1 if full else 2)
 
 
 def round_codes(blocks: Tensor, scale: Tensor, bits: int, spare: Tensor | None, uniform: Tensor | None) -> Tensor:

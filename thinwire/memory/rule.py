@@ -20,9 +20,9 @@ from torch import Tensor
 from thinwire.codecs.base import Codec
 from thinwire.errors import UsageError
 from thinwire.kernels.random import derive
-from thinwire.memory.store import parse_capacity
+from thinwire.memory.store import PACKED, parse_capacity
 
-STORES = ("native", "fp32", "bf16", "int8")
+STORES = ("native", "fp32", "bf16", *PACKED)
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Memory:
 
     For mirrors keyed by sample: cold_start: a key's first message is coded by `cold` (None: full precision), not as a
     difference from zero. gate: choose φ ∈ {0, 1} per block (else φ = 1). store: what the mirror is rounded to between
-    messages (native, fp32, bf16, int8). capacity: share of ids kept (float), or bytes (int, "2GB"), first come, first
-    kept. path: a file instead of RAM. host: mirrors of CUDA tensors in pinned host memory.
+    messages (native, fp32, bf16, int2 … int8). capacity: share of ids kept (float), or bytes (int, "2GB"), first come,
+    first kept. path: a file instead of RAM. host: mirrors of CUDA tensors in pinned host memory.
     """
 
     name: str
@@ -173,11 +173,11 @@ def Delta(
 ) -> Memory:  # fmt: skip
     """AQ-SGD: send the change of a sample's activation against what both ends remember of it.
 
-    store: the mirror's dtype between messages of a sample (native, fp32, bf16, int8). cold: the codec of a sample's
-    first message; None: full precision. capacity: the share of sample ids kept, by hash of the id (nothing is evicted,
-    so both ends agree without talking), or a size such as "2GB" (the first ids that fit). path: a file instead of RAM.
-    gate: send a block's values instead of its change where they are smaller. host: mirrors of CUDA tensors are kept
-    in pinned host memory.
+    store: the mirror's dtype between messages of a sample: native, fp32, bf16, or int8, int7 … int2 (AQ-SGD's z-bit
+    buffers). cold: the codec of a sample's first message; None: full precision. capacity: the share of sample ids kept,
+    by hash of the id (nothing is evicted, so both ends agree without talking), or a size such as "2GB" (the first ids
+    that fit). path: a file instead of RAM. gate: send a block's values instead of its change where they are smaller.
+    host: mirrors of CUDA tensors are kept in pinned host memory.
     """
     if store not in STORES:
         raise UsageError(f"store must be one of {', '.join(STORES)}, not {store!r}")

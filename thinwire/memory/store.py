@@ -19,7 +19,7 @@ from thinwire.kernels.random import derive
 
 Key = str | int  # of a value: a parameter's name, a boundary, a sample's id
 MessageKey = Key | Sequence[Key]  # of a message: one key, or one per row
-EIGHT_BIT = Quantize(8, block=64)
+PACKED = {f"int{bits}": Quantize(bits, block=64, scale="absmax" if bits == 8 else "full") for bits in range(2, 9)}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -39,7 +39,7 @@ class Entry:
 class RamStore:
     """Entries in a dictionary.
 
-    dtype: what values are rounded to: native (float32, or float64 as given), fp32, bf16 or int8 (blocks of 64).
+    dtype: what values are rounded to: native (float32, or float64 as given), fp32, bf16, or int8 … int2 (blocks of 64).
     capacity: the share of keys kept (float), or bytes (int, "2GB").
     """
 
@@ -53,14 +53,14 @@ class RamStore:
     def pack(self, value: Tensor) -> Entry:
         """Round to the storage dtype."""
         shape = tuple(value.shape)
-        if self.dtype == "int8":
-            return Entry(EIGHT_BIT.encode_flagged(value.float())[0], shape)
+        if self.dtype in PACKED:
+            return Entry(PACKED[self.dtype].encode_flagged(value.float())[0], shape)
         return Entry(value.to(self.mirror_dtype(value.dtype)), shape)
 
     def unpack(self, entry: Entry) -> Tensor:
         """The value of an entry, in the dtype of `mirror_dtype`."""
-        if self.dtype == "int8":
-            return EIGHT_BIT.decode(entry.data, entry.shape, torch.float32)
+        if self.dtype in PACKED:
+            return PACKED[self.dtype].decode(entry.data, entry.shape, torch.float32)
         return entry.data.view(entry.shape)
 
     def mirror_dtype(self, dtype: torch.dtype) -> torch.dtype:

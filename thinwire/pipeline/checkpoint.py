@@ -24,6 +24,7 @@ def state_of(stages: Sequence[PlannedStage], steps: int, scale: float, stores: b
     samples.
     """
     out = {"step": torch.tensor(steps), "scale": torch.tensor(scale, dtype=torch.float64)}
+    out |= {f"stage{stage.stage_index}/trained": torch.tensor(stage.trained) for stage in stages}
     for prefix, lane in _lanes(stages):
         out |= {f"{prefix}{name}": value for name, value in lane.state_dict(stores).items()}
     rank = _rank_prefix()
@@ -43,7 +44,9 @@ def own_part(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def restore(stages: Sequence[PlannedStage], own: Mapping[str, Tensor]) -> tuple[int, float]:
     """Load `own_part(state)` into the lanes of `stages`, after the handshake; returns (steps, loss scale). What is
-    missing starts empty."""
+    missing starts empty; in older states every step counts as a training step."""
+    for stage in stages:
+        stage.trained = int(own.get(f"stage{stage.stage_index}/trained", own["step"]))
     for prefix, lane in _lanes(stages):
         lane.load_state_dict({n.removeprefix(prefix): v for n, v in own.items() if n.startswith(prefix)})
     return int(own["step"]), float(own["scale"])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.collectives.flows import Flows
-from thinwire.config.wire import Wire
+from thinwire.config.wire import Wire, warmup_steps
 from thinwire.errors import UsageError
 from thinwire.pipeline.announce import Announcement
 from thinwire.pipeline.dropout import seed_dropout
@@ -79,6 +79,9 @@ class PlannedStage(OpenStage):
         if dropout not in DROPOUT:
             raise UsageError(f"dropout = {dropout!r}: allowed are {', '.join(DROPOUT)}")
         self.wire = Wire.of(wire)
+        links = {"forward": self.wire.forward, "backward": self.wire.backward}
+        self.warmup = {direction: warmup_steps(direction, link) for direction, link in links.items()}
+        self.trained = 0  # training steps, also those rolled back; `warmup` counts them
         self.seed = seed
         self.dropout = dropout
         given = dict(zip(("input_args", "output_args"), args)) | kwargs
@@ -99,7 +102,7 @@ class PlannedStage(OpenStage):
         self.early = EarlyReceives()
         self._choices: dict[str, MessageChoice] = {}
         self._first_tag = 0
-        self._coded = True
+        self._coded = dict.fromkeys(DIRECTIONS, True)
         self._current: int | None = None  # the micro-batch being computed
         if dropout == "seed":
             seed_dropout(submodule, seed, self.current_ids)
@@ -131,7 +134,8 @@ class PlannedStage(OpenStage):
         repeated: their rows are of the last step's shape, so receives may be posted as in that step.
         """
         self.announced = announced
-        self._coded = coded
+        self._coded = {direction: coded and self.trained >= steps for direction, steps in self.warmup.items()}
+        self.trained += announced.train
         self.inputs = inputs
         self._repeated = repeated
         self._plan_step()

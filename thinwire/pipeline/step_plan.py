@@ -55,13 +55,13 @@ class StepPlan:
 
 
 def plan_step(
-    announced: Announcement, position: StagePosition, coded: bool, compress: Mapping[str, Predicate]
+    announced: Announcement, position: StagePosition, coded: Mapping[str, bool], compress: Mapping[str, Predicate]
 ) -> StepPlan:
     """The plan of the announced step.
 
     announced: the step.
     position: the stage's.
-    coded: False: every message of this step is exact.
+    coded: per direction; False: every message of this step is exact.
     compress: per direction, (sending stage, micro-batch) → compress it?
     """
     rows = _rows(announced, position.microbatches)
@@ -73,7 +73,7 @@ def plan_step(
             messages[direction] = []
             for i in range(position.microbatches if sender in range(position.stages) else 0):
                 tag = message_tag(position, announced.step, direction, sender, i)
-                messages[direction].append(Message(i, ids[i], coded and compress[direction](sender, i), tag))
+                messages[direction].append(Message(i, ids[i], coded[direction] and compress[direction](sender, i), tag))
     return StepPlan(announced.train, rows, ids, outgoing, incoming)
 
 

@@ -72,6 +72,7 @@ def _setting(table: dict[str, Any], named: str) -> Setting | None:
     if named not in table:
         return None
     memory, when = table.pop("memory", "plain"), table.pop("when", "always")
+    table.pop("warmup", None)  # a step after it is what is planned
     stages = check_stages(table.pop("stages", 1.0))
     kept: Mapping[str, Any] = memory if isinstance(memory, Mapping) else {"memory": memory}
     delta = plain_name(kept["memory"]) == "delta"

@@ -75,7 +75,7 @@ def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: 
         across = Setting(plain_name(rest.pop("collective")), rest)
         return network.hierarchical(n, inside, lambda n: reduction(across, [(math.ceil(n),)], ranks // inside)[1])
     if setting.name == "lowrank":
-        return Cost(), _low_rank(setting.args["rank"], shapes, ranks)
+        return Cost(), _low_rank(setting.args["rank"], setting.args.get("shrink", 0), shapes, ranks)
     if "density" in setting.args:
         return Cost(), _sparse(setting, n, ranks)
     table = {"codec": "quantize", "bits": setting.args["bits"]} if "bits" in setting.args else setting.args["codec"]
@@ -124,13 +124,15 @@ def _sparse(setting: Setting, n: int, ranks: int) -> Cost:
             return network.topk_allgather(k, ranks, entry)
 
 
-def _low_rank(rank: int, shapes: list[Shape], ranks: int) -> Cost:
+def _low_rank(rank: int, shrink: float, shapes: list[Shape], ranks: int) -> Cost:
     """Matrices (first dimension × the others) as two factors, each reduced by a ring; what would not shrink, whole."""
     left = right = whole = 0
     for shape in shapes:
         rows, columns = shape[0], values(shape[1:])
         r = min(rank, rows, columns)
-        if len(shape) < 2 or r * (rows + columns) >= rows * columns:
+        if shrink and rows + columns:
+            r = min(r, int(rows * columns / (shrink * (rows + columns))))
+        if len(shape) < 2 or r < 1 or r * (rows + columns) >= rows * columns:
             whole += values(shape)
         else:
             left, right = left + r * rows, right + r * columns

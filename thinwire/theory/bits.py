@@ -11,6 +11,7 @@ import math
 import torch
 
 from thinwire.codecs import Codec, Dither, Identity, Induced, Natural, NaturalDither, RandK, Ternary, TopK
+from thinwire.theory.mixed import Mixed
 
 UNITS = {
     "paper": "Mbit a worker sends, as the paper counts (32 per value, indices free)",
@@ -33,6 +34,8 @@ def paper_bits(codec: Codec, numel: int) -> float:
             return 32 + 1.6 * numel
         case Induced():
             return paper_bits(codec.biased, numel) + paper_bits(codec.unbiased, numel)
+        case Mixed():
+            return sum(paper_bits(one, numel) for one in codec.codecs) / len(codec.codecs)
     raise ValueError(f"no paper counts the bits of {codec}")
 
 

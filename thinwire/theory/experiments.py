@@ -14,12 +14,16 @@ from thinwire.codecs import NaturalDither, RandK, TopK
 from thinwire.memory import EF21
 from thinwire.theory import methods, problems, steps, two_stage
 from thinwire.theory.methods import Method
+from thinwire.theory.mixed import Mixed
 from thinwire.theory.problems import Problem
 from thinwire.theory.simulate import Trace, expected_steps, simulate
 
 DENSITIES = (0.3, 0.5, 0.9)
 LEVELS = (3, 5, 8)
 MILD = {"EF21": 0.9, "EControl": 0.9}  # densities with --quick: at 0.3 the two take as long as all others together
+MIXED = (0.2, 0.5, 0.9)  # densities of unlike workers
+LAMBDAS = (0.01, 3.0, 10.0, 40.0, 150.0)  # of ridge, for κ from 800 down to 10
+AFAR, NEAR = 1e9, 1e-12  # ‖x⁰ − x*‖ and the error to reach, where iterations are drawn against κ
 HORIZONS = (256, 1024, 4096, 16384, 65536)
 MOST_PROCESSES = 8
 WORTH_A_POOL = 60_000  # steps; fewer are done before a process has imported torch
@@ -48,7 +52,7 @@ class Results:
         if isinstance(outcome, Trace):
             self.traces.setdefault(task.figure, {})[task.label] = outcome
         else:
-            line, horizon = task.label.split(" ")
+            line, horizon = task.label.rsplit(" ", 1)
             self.two_stage.setdefault(line, {})[int(horizon)] = outcome
 
 
@@ -57,6 +61,7 @@ def plan(chosen: Sequence[str], seeds: Sequence[int], quick: bool) -> list[Task]
     tasks: list[Task] = []
     if "ridge" in chosen:
         tasks += _comparison(seeds, MILD if quick else {})
+        tasks += _different_workers(seeds, quick) + _conditions(seeds[:1])
         tasks += [] if quick else _densities(seeds[:1], DENSITIES) + _dithering(seeds[:1])
     if "logistic" in chosen:
         tasks += _logistic(seeds[:1], problems.SPLITS[-1:] if quick else problems.SPLITS)
@@ -109,6 +114,30 @@ def _comparison(seeds: Sequence[int], other: Mapping[str, float]) -> list[Task]:
     for name, q in other.items():
         method = next(m for m in methods.every(problem, q) if m.name == name)
         tasks.append(_task("methods", f"{name}, q = {q}", method, problem, seeds))
+    return tasks
+
+
+def _different_workers(seeds: Sequence[int], quick: bool) -> list[Task]:
+    """Worker i has its own ω_i: strong compression where f_i is smooth (small L_i), mild where it is not."""
+    tasks = []
+    problem = problems.ridge(seeds)
+    place = problem.L_i.mean(dim=0).argsort().argsort().tolist()
+    codec = Mixed(tuple(RandK(MIXED[at * len(MIXED) // problem.workers]) for at in place))
+    for m in [methods.dcgd(codec)] if quick else [methods.dcgd(codec), methods.diana(codec)]:
+        tasks.append(_task("workers", f"{m.name}, ω_i", m, problem, seeds))
+    return tasks
+
+
+def _conditions(seeds: Sequence[int]) -> list[Task]:
+    """GDCI and VR-GDCI at several κ = L_max/μ, from so far that no radius is in the way."""
+    tasks = []
+    for lam in LAMBDAS:
+        problem = problems.ridge(seeds, lam=lam).from_afar(AFAR)
+        kappa = float((problem.L_max / problem.mu).mean())
+        for m in (methods.gdci(RandK(0.3)), methods.vr_gdci(RandK(0.3))):
+            limit = expected_steps(m, problem, NEAR) * (1 if m.exact else 3)
+            make = partial(simulate, m, problem, list(seeds), NEAR, limit)
+            tasks.append(Task("kappa", f"{m.name}, κ = {kappa:.1f}", make, limit))
     return tasks
 
 

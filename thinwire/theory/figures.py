@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 
 from thinwire.errors import UsageError
 from thinwire.theory.bits import UNITS
-from thinwire.theory.experiments import PLOTTED, Results
+from thinwire.theory.checks import by_condition
+from thinwire.theory.experiments import NEAR, PLOTTED, Results
 from thinwire.theory.simulate import STOP, Trace
 
 # Okabe and Ito's colours, distinguishable without red-green vision; line styles repeat the difference.
@@ -32,6 +33,8 @@ def draw(results: Results) -> dict[str, Figure]:
         drawn["randk"] = sweep(traces["randk"], "Rand-K with K = q·d on ridge regression")
     if "dither" in traces:
         drawn["dither"] = sweep(traces["dither"], "Natural dithering with s levels on ridge regression")
+    if "kappa" in traces:
+        drawn["kappa"] = conditions(traces["kappa"])
     if "logistic" in traces:
         drawn["logistic"] = logistic(traces["logistic"])
     if "interpolation" in traces:
@@ -105,6 +108,25 @@ def logistic(traces: dict[str, Trace]) -> Figure:
     return figure
 
 
+def conditions(traces: dict[str, Trace]) -> Figure:
+    """Iterations against κ, with guides of slope 1 and 2."""
+    figure = Figure(figsize=(7.5, 4.8), layout="constrained")
+    ax = figure.subplots()
+    found = by_condition(traces)
+    for (method, points), colour, mark in zip(found.items(), COLOURS[4:], "os"):
+        ax.plot(*zip(*points), color=colour, marker=mark, label=method)
+    kappas = [kappa for kappa, _ in next(iter(found.values()))]
+    start = min(points[0][1] for points in found.values())
+    for power, style in ((1, "-"), (2, "--")):
+        guide = [start * (kappa / kappas[0]) ** power for kappa in kappas]
+        ax.plot(kappas, guide, color="#999999", linestyle=style, linewidth=1, label="κ" if power == 1 else "κ²")
+    ax.set_xscale("log")
+    _axes(ax, "κ = L_max/μ", f"iterations to {NEAR:g}")
+    ax.legend(frameon=False)
+    ax.set_title("Compressed points (Rand-K, q = 0.3): iterations grow as κ")
+    return figure
+
+
 def interpolation(traces: dict[str, Trace]) -> Figure:
     """DCGD is exact where ∇f_i(x*) = 0, and stalls on ridge regression, where it is not."""
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
@@ -122,7 +144,10 @@ def two_stage(curves: dict[str, dict[int, list[float]]]) -> Figure:
     """Mean ‖∇f‖² against the horizon T, with a guide of slope −½."""
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     ax = figure.subplots()
-    looks = {"exact": ("#000000", "o", "-"), "direct": ("#D55E00", "s", "--"), "delta": ("#0072B2", "x", ":")}
+    looks = {
+        "exact": ("#000000", "o", "-"), "direct": ("#D55E00", "s", "--"), "delta": ("#0072B2", "x", ":"),
+        "delta, ω < ½": ("#009E73", "+", "-."),
+    }  # fmt: skip
     for name, curve in curves.items():
         colour, mark, style = looks[name]
         horizons = sorted(curve)

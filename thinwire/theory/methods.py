@@ -62,6 +62,16 @@ def rand_diana(codec: Codec, problem: Problem) -> Method:
     return Method("Rand-DIANA", codec, RandDiana(1 / (1 + (codec.omega(problem.dim) or 0.0))), steps.rand_diana)
 
 
+def gdci(codec: Codec) -> Method:
+    """Points are compressed, without memory."""
+    return Method("GDCI", codec, Plain(), steps.gdci, exact=False)
+
+
+def vr_gdci(codec: Codec) -> Method:
+    """Points are compressed against shifts that are learned from what is sent."""
+    return Method("VR-GDCI", codec, Diana(), steps.vr_gdci)
+
+
 def every(problem: Problem, density: float = 0.3) -> list[Method]:
     """The comparison: Rand-K for the unbiased, Top-K for the contractive, both for the induced, at one K."""
     rand, top = RandK(density), TopK(density)
@@ -76,8 +86,8 @@ def every(problem: Problem, density: float = 0.3) -> list[Method]:
         diana(rand),
         diana(both, name="generalised DIANA"),
         rand_diana(rand, problem),
-        Method("GDCI", rand, Plain(), steps.gdci, exact=False),
-        Method("VR-GDCI", rand, Diana(), steps.vr_gdci),
+        gdci(rand),
+        vr_gdci(rand),
         Method("EF14", top, ErrorFeedback(), steps.ef21, exact=False),
         Method("EF21", top, EF21(), steps.ef21),
         Method("EControl", top, EControl(delta / 4), steps.ef21),

@@ -14,6 +14,8 @@ import torch
 from sklearn.datasets import load_breast_cancer, make_regression
 from torch import Tensor
 
+from thinwire.kernels.random import derive
+
 WORKERS = 10
 SPLITS = ("random", "by label")
 
@@ -45,6 +47,7 @@ class Problem:
     L_i: Tensor  # float64[S, n]: of the f_i
     mu: Tensor  # float64[S, 1]: strong convexity of f (on the normal space)
     normal: Tensor | None = None  # float64[S, d, d]; None: the solution is a point
+    first: Tensor | None = None  # float64[S, d]: x⁰; None: 0
 
     @property
     def runs(self) -> int:
@@ -63,8 +66,14 @@ class Problem:
         return self.L_i.amax(dim=1, keepdim=True)
 
     def start(self) -> Tensor:
-        """x⁰ = 0: float64[S, d]."""
-        return torch.zeros_like(self.solution)
+        """x⁰: float64[S, d]."""
+        return torch.zeros_like(self.solution) if self.first is None else self.first.clone()
+
+    def from_afar(self, distance: float) -> Problem:
+        """The same with x⁰ so far from x*, in a random direction: a radius is then small against ‖x⁰ − x*‖²."""
+        noise = torch.Generator().manual_seed(derive("convex", "afar"))
+        way = torch.randn(self.solution.shape, generator=noise, dtype=torch.float64)
+        return replace(self, first=self.solution + distance * way / way.norm(dim=1, keepdim=True))
 
     def gradients(self, x: Tensor) -> Tensor:
         """∇f_i(x) = w·A_iᵀℓ'(A_i x, b_i) + λx. x: [S, d] → [S, n, d]."""
@@ -82,10 +91,11 @@ class Problem:
         return gap.square().sum(dim=1)
 
 
-def ridge(seeds: Sequence[int], samples: int = 100, dim: int = 80) -> Problem:
-    """The paper's ½‖Ax − y‖² + (λ/2)‖x‖², λ = 1/m; f_i = (n/2)‖A_i x − y_i‖² + (λ/2)‖x‖², a random split."""
+def ridge(seeds: Sequence[int], samples: int = 100, dim: int = 80, lam: float | None = None) -> Problem:
+    """The paper's ½‖Ax − y‖² + (λ/2)‖x‖², f_i = (n/2)‖A_i x − y_i‖² + (λ/2)‖x‖², a random split; lam: λ, 1/m unless
+    given."""
     a, b = _regression(seeds, samples, dim)
-    return _linear("ridge", a, b, squares, float(WORKERS), 1 / samples, curvature=1.0)
+    return _linear("ridge", a, b, squares, float(WORKERS), 1 / samples if lam is None else lam, curvature=1.0)
 
 
 def interpolation(seeds: Sequence[int], samples: int = 60, dim: int = 80) -> Problem:

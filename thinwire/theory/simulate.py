@@ -19,9 +19,11 @@ from torch import Tensor
 from thinwire.codecs import Identity
 from thinwire.kernels.random import derive, hash32
 from thinwire.theory.bits import paper_bits, real_bits
+from thinwire.theory.bounds import radius
 from thinwire.theory.methods import Method
+from thinwire.theory.mixed import Mixed
 from thinwire.theory.problems import Problem
-from thinwire.theory.steps import Step
+from thinwire.theory.steps import Step, omegas
 
 STOP = 1e-18  # the paper's last error
 EVERY = 20  # steps between two measurements of the error
@@ -48,6 +50,7 @@ class Trace:
     steps: list[int] = field(default_factory=list)  # [P]
     error: list[list[float]] = field(default_factory=list)  # [P, S]
     refreshed: list[list[float]] = field(default_factory=list)  # [P, S]: dense messages per worker
+    radius: list[float] | None = None  # [S]: how near theory promises that it comes; None: no theorem says
 
     def bits(self, unit: str) -> list[list[float]]:
         """[P, S] bits that a worker has sent, in "paper" or "real" bits."""
@@ -92,11 +95,11 @@ def seeds_of(runs: Sequence[int], workers: int) -> Iterator[list[int]]:
 
 
 def advance(
-    method: Method, problem: Problem, state: State, step: Step, alpha: float, seeds: list[int]
+    method: Method, problem: Problem, state: State, step: Step, alpha: float | Tensor, seeds: list[int]
 ) -> Tensor | None:
     """One step, in place. Returns which workers refreshed their shift, bool[S, n, 1], or None.
 
-    alpha: the step size of the shifts. seeds: one per run and worker."""
+    alpha: the step size of the shifts, or one per worker, float64[n, 1]. seeds: one per run and worker."""
     memory = method.memory
     g = problem.gradients(state.x)
     h = state.h
@@ -107,8 +110,11 @@ def advance(
     state.x = state.x - step.gamma * y if step.eta is None else torch.lerp(state.x, y, step.eta)
     if memory.beta is not None:
         state.e = memory.residual(v, state.e, h, d)
-    if h is not None and alpha:
-        state.h = memory.shifted(h, d, alpha)
+    if h is not None:
+        if isinstance(alpha, Tensor):
+            state.h = memory.shifted(h, alpha * d, 1.0)
+        elif alpha:
+            state.h = memory.shifted(h, d, alpha)
     if not memory.refresh or h is None:
         return None
     coins = torch.tensor([memory.refreshes(s) for s in seeds]).view(problem.runs, -1, 1)
@@ -123,14 +129,15 @@ def simulate(
 
     runs: the seed of each run."""
     step = method.rule(problem, method.codec)
-    alpha = method.memory.alpha_for(method.codec, problem.dim)
+    alpha = _alpha(method, problem)
     method.memory.check(method.codec, problem.dim)
     like = torch.zeros(problem.runs, problem.workers, problem.dim, dtype=torch.float64)
     shift = method.memory.base_shift("x", like)
     state = State(problem.start(), like if method.memory.beta is not None else None,
                   like if shift is None and method.memory.mirrored else shift)  # fmt: skip
     first, refreshed = problem.error(state.x), torch.zeros(problem.runs, dtype=torch.float64)
-    trace = Trace(method, problem.dim, [0], [[1.0] * problem.runs], [[0.0] * problem.runs])
+    runs_at_first = [[1.0] * problem.runs], [[0.0] * problem.runs]
+    trace = Trace(method, problem.dim, [0], *runs_at_first, radius(method, problem))
     limit = expected_steps(method, problem, stop) if limit is None else limit
     with one_thread():
         for t, seeds in zip(range(1, limit + 1), seeds_of(runs, problem.workers)):
@@ -144,6 +151,13 @@ def simulate(
                 if max(trace.error[-1]) <= stop:
                     break
     return trace
+
+
+def _alpha(method: Method, problem: Problem) -> float | Tensor:
+    """The memory's α; of workers that compress differently 1/(1 + ω_i) each."""
+    if isinstance(method.codec, Mixed) and method.memory.alpha is None:
+        return torch.tensor([[1 / (1 + omega)] for omega in omegas(problem, method.codec)], dtype=torch.float64)
+    return method.memory.alpha_for(method.codec, problem.dim)
 
 
 def expected_steps(method: Method, problem: Problem, stop: float = STOP) -> int:

@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
+from thinwire.theory.mixed import Mixed
 from thinwire.theory.problems import Problem
 
 
@@ -33,8 +35,9 @@ Rule = Callable[[Problem, Codec], Step]
 
 
 def dcgd(problem: Problem, codec: Codec) -> Step:
-    """γ = 1/(L + 2·max(L_iω)/n); with ω = 0 gradient descent's 1/L."""
-    return Step(1 / (problem.L + 2 * problem.L_max * _omega(problem, codec) / problem.workers))
+    """γ = 1/(L + 2·max(L_iω_i)/n); with ω = 0 gradient descent's 1/L."""
+    noise = problem.L_i * torch.tensor(omegas(problem, codec), dtype=torch.float64)
+    return Step(1 / (problem.L + 2 * noise.amax(dim=1, keepdim=True) / problem.workers))
 
 
 def star(problem: Problem, codec: Codec) -> Step:
@@ -83,6 +86,13 @@ def ef21(problem: Problem, codec: Codec) -> Step:
 def _mixing(problem: Problem, noise: float) -> Step:
     kappa, kappa_max = problem.L / problem.mu, problem.L_max / problem.mu
     return Step(1 / problem.mu, 1 / (kappa + noise / problem.workers * (kappa_max - 1)))
+
+
+def omegas(problem: Problem, codec: Codec) -> list[float]:
+    """ω_i of every worker."""
+    if isinstance(codec, Mixed):
+        return [_omega(problem, one) for one in codec.codecs]
+    return [_omega(problem, codec)] * problem.workers
 
 
 def _omega(problem: Problem, codec: Codec) -> float:

@@ -10,12 +10,13 @@ from typing import Any
 from thinwire.codecs import Codec, Dither, Identity, Induced, NaturalDither, RandK, TopK
 from thinwire.theory.checks import bits, iterations
 from thinwire.theory.experiments import PLOTTED, Results
+from thinwire.theory.mixed import Mixed
 from thinwire.theory.simulate import Trace
 
 TARGETS = (1e-10, 1e-18)
 COLUMNS = (
     "method", "codec", "ω or δ", "iterations to 1e-10", "to 1e-18", "paper Mbit to 1e-10", "to 1e-18",
-    "real Mbit to 1e-10", "to 1e-18", "stalls at",
+    "real Mbit to 1e-10", "to 1e-18", "stalls at", "radius",
 )  # fmt: skip
 PAPER_RANDK = {
     0.3: (380.0, 67.0),
@@ -52,6 +53,8 @@ def name_of(codec: Codec) -> str:
             return f"{name_of(codec.biased)} + {name_of(codec.unbiased)}"
         case Identity():
             return "none"
+        case Mixed():
+            return "unlike workers' Rand-K"
     return str(codec)
 
 
@@ -75,6 +78,7 @@ def cells(row: dict[str, Any]) -> list[Any]:
         *counts,
         *sent,
         floor and f"{floor:.1e}",
+        row["radius"] and f"{row['radius']:.1e}",
     ]
 
 
@@ -99,7 +103,7 @@ def _row(figure: str, label: str, trace: Trace) -> dict[str, Any]:
         "iterations": {str(t): _mean(iterations(trace, t)) for t in TARGETS},
         "paper_bits": {str(t): _mean(bits(trace, "paper", t)) for t in TARGETS},
         "real_bits": {str(t): _mean(bits(trace, "real", t)) for t in TARGETS},
-        "floor": None if exact else _mean(trace.floor()),
+        "floor": None if exact else _mean(trace.floor()), "radius": trace.radius and _mean(trace.radius),
     }  # fmt: skip
 
 

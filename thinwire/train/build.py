@@ -99,7 +99,8 @@ def check(config: TrainConfig) -> Checked:
         read_supported(source)  # before its tokenizer, whose faults would hide that the model is of another type
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.path)
     samples = make_samples(config.data, tokenizer)
-    Batches(samples, config.optim.batch, config.data.seed, 0, config.mesh.dp)
+    batches = Batches(samples, config.optim.batch, config.data.seed, 0, config.mesh.dp)
+    wire = wire.with_epoch(batches.steps_per_epoch, config.optim.accumulate)
     stages = len(config.mesh.plan().rank_of)
     if wire.gradient is not None and wire.gradient.stages != SLACK:
         chosen_stages(wire.gradient.stages, stages)
@@ -214,7 +215,8 @@ def build(
     _precompile(asked, wire, stages, named, say)
     decision = decide(asked, wire, mesh, stages, named, kept, say, used)
     if decision is not None and wire.auto:
-        wire = _with_embedding(with_fitting_rank(Wire.of(decision.wire), named, say), config, blueprint)
+        decided = Wire.of(decision.wire).with_epoch(batches.steps_per_epoch, config.optim.accumulate)
+        wire = _with_embedding(with_fitting_rank(decided, named, say), config, blueprint)
         wire = replace(wire, streams=given.streams)
     table = asked.wire if decision is None else decision.wire
     wire = _where_rows_pay(wire, table, config, blueprint, used, say)
@@ -226,7 +228,8 @@ def build(
         if config.mesh.pp == 1
         else Piped(config, wire, plan, mesh, stages, len(samples.train), say)
     )
-    update = Update(config, select(config, wire, decision, stages, named), mesh, named, _tied(stages), rows)
+    chosen = select(config, wire, decision, stages, named)
+    update = Update(config, chosen, mesh, named, _tied(stages), rows, batches.steps_per_epoch)
     steps = total_steps(config.optim, batches.steps_per_epoch)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
 

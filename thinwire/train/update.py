@@ -40,12 +40,13 @@ class Update:
     """Owns the reducer, the tied embedding and the optimisers of this rank's parameters.
 
     named: the parameters by name. tied: the name of this rank's copy of a tied embedding, None without one. rows: this
-    end of a tied embedding by rows; its copy is then the owner's.
+    end of a tied embedding by rows; its copy is then the owner's. epoch: steps of one.
     """
 
     def __init__(
-        self, config: TrainConfig, wire: Wire, mesh: Mesh, named: Named, tied: str | None, rows: TiedRows | None = None
-    ) -> None:
+        self, config: TrainConfig, wire: Wire, mesh: Mesh, named: Named, tied: str | None, rows: TiedRows | None,
+        epoch: int,
+    ) -> None:  # fmt: skip
         self.config = config
         self.mesh = mesh
         self.named = named
@@ -57,7 +58,7 @@ class Update:
         self.rows = rows
         self.adam: torch.optim.AdamW | None = None
         if config.optim.name == "frozen_adam" and rest:
-            self.frozen = _frozen_adam(config, wire, mesh, rest)
+            self.frozen = _frozen_adam(config, wire, mesh, rest, epoch)
         elif rest:
             self.reducer = Reducer(rest.items(), wire, mesh.dp, seed=config.run.seed, agrees=False)
         if tied is not None:
@@ -274,12 +275,13 @@ class Update:
         return [] if own is None else [own]
 
 
-def _frozen_adam(config: TrainConfig, wire: Wire, mesh: Mesh, rest: Named) -> FrozenAdam:
-    """Frozen when the warm-up of the rate is over; the wire's gradient section is for its momentum."""
+def _frozen_adam(config: TrainConfig, wire: Wire, mesh: Mesh, rest: Named, epoch: int) -> FrozenAdam:
+    """The wire's gradient section is for its momentum; `freeze_after` replaces its warm-up."""
+    after = epoch if config.optim.freeze_after == "epoch" else config.optim.freeze_after
     named: Any = [{**g, "params": list(zip(g.pop("names"), g["params"]))} for g in groups(config.optim, rest)]
     given = {"wire": wire} if wire.gradient is not None else {"wire": "off"}
     return FrozenAdam(
-        named, **_moments(config), weight_decay=config.optim.weight_decay, freeze_after=max(1, config.optim.warmup),
+        named, **_moments(config), weight_decay=config.optim.weight_decay, freeze_after=after,
         group=mesh.dp, seed=config.run.seed, **given,
     )  # fmt: skip
 

@@ -10,12 +10,9 @@ from thinwire.kernels import delta as layout
 from thinwire.kernels import quantize as codes_layout
 from thinwire.kernels.cpu.compile import CHUNK_BLOCKS, allocate, array, inline, parallel
 from thinwire.kernels.cpu.quantize import (
-    LEAST_SQUARES,
-    NEAREST,
     absmax_bits,
     encode_block,
     encode_nearest,
-    mode_of,
     pack_block,
     packed_slice,
     shrink_table,
@@ -23,6 +20,7 @@ from thinwire.kernels.cpu.quantize import (
     views,
 )  # fmt: skip
 from thinwire.kernels.cpu.scalar import INFINITY_BITS, read, scale_value, write
+from thinwire.kernels.quantize import LEAST_SQUARES, NEAREST
 from thinwire.kernels.random import split
 
 
@@ -95,13 +93,13 @@ def _decode(packed, tail, gate, h, out, y, bits, block):
                 write(new, i, part[i])
 
 
-def encode_delta(x, h, out, bits, block, gate, stochastic, mse, seed):
+def encode_delta(x, h, out, bits, block, gate, mode, seed):
     n = x.numel()
     wire = allocate(layout.delta_bytes(n, bits, block, x.dtype, gate), torch.uint8)
     packed, tail = views(wire, n, bits, block)
     packed[-2:] = 0
     flags = torch.empty(-(-n // block) if gate else 0, dtype=torch.uint8)
-    mode, (k0, k1), table = mode_of(stochastic, mse), split(seed), shrink_table(bits)
+    (k0, k1), table = split(seed), shrink_table(bits)
     fmax = np.float32(torch.finfo(x.dtype).max)
     value, mirror, new = _native(x), _native(h), _native(out)
     _encode(array(value), array(mirror), array(new), packed, tail, array(flags), bits, block, fmax, mode, k0, k1, table)

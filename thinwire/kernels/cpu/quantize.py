@@ -29,12 +29,11 @@ from thinwire.kernels.cpu.scalar import (
     uniform,
     write,
 )  # fmt: skip
-from thinwire.kernels.quantize import GRID, SHRINKS
+from thinwire.kernels.quantize import FULL, GRID, LEAST_SQUARES, NEAREST, SHRINKS, STOCHASTIC
 from thinwire.kernels.random import split
 from thinwire.kernels.scales import SIGN
 
 HALF_CHUNK = 1 << 20  # float16 values converted at a time: Numba has no float16 arithmetic on CPUs
-NEAREST, STOCHASTIC, LEAST_SQUARES = 0, 1, 2
 MODERATE_LOW, MODERATE_HIGH = np.int32(75 << 23), np.int32(142 << 23)  # bits of 2^-52 and 2^15: no lift, no limit
 
 
@@ -182,6 +181,10 @@ def encode_block(x, bits, fmax, mode, k0, k1, position, table, codes, grid):
         code = block_scale(top, np.float32(1), qmax, fmax)
         round_stochastic(x, scale_value(code), qmax, codes, position, k0, k1)
         return code
+    if mode == FULL:
+        code = np.int32(block_scale(top, np.float32(1), np.int32(qmax + 1), fmax) + SIGN)
+        round_nearest(x, scale_value(code), np.int32(-qmax), np.int32(qmax + 1), codes)
+        return code
     steps, inverses, shrinks = table
     negative = is_negative_extreme(x, top)
     extreme = -as_float(top) if negative else as_float(top)
@@ -257,16 +260,12 @@ def views(wire, n, bits, block):
     return data[:cut], data[cut : cut - (-n // block) * 2].view(np.uint16)
 
 
-def mode_of(stochastic, mse):
-    return STOCHASTIC if stochastic else LEAST_SQUARES if mse else NEAREST
-
-
-def quantize(x, bits, block, stochastic, mse, seed):
+def quantize(x, bits, block, mode, seed):
     n = x.numel()
     wire = allocate(layout.quantized_bytes(n, bits, block, x.dtype), torch.uint8)
     packed, tail = views(wire, n, bits, block)
     packed[-2:] = 0
-    mode, (k0, k1), table = mode_of(stochastic, mse), split(seed), shrink_table(bits)
+    (k0, k1), table = split(seed), shrink_table(bits)
     fmax = np.float32(torch.finfo(x.dtype).max)
     step = n if x.dtype != torch.float16 else max(1, HALF_CHUNK // block) * block
     for lo in range(0, n, max(step, 1)):

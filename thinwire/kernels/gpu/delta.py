@@ -11,11 +11,9 @@ from thinwire.kernels import quantize as codes_layout
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch, tiling
 from thinwire.kernels.gpu.quantize import (
-    NEAREST,
     dequantize_tile,
     encode_arguments,
     message,
-    mode_of,
     programs_for,
     quantize_tile,
     write_codes,
@@ -111,11 +109,13 @@ def _decode(
         _decode_tile(wire, h, out, y, tile, start, n, cut, end, GATE, BITS, ALIGNED, SHAPE, BLOCK, False)
 
 
-def encode_delta(x, h, out, bits, block, gate, stochastic, mse, seed, wire=None):
-    n, cut, mode = x.numel(), codes_layout.codes_bytes(x.numel(), bits), mode_of(stochastic, mse)
+def encode_delta(x, h, out, bits, block, gate, mode, seed, wire=None):
+    n, cut = x.numel(), codes_layout.codes_bytes(x.numel(), bits)
     wire = message(layout.delta_bytes(n, bits, block, x.dtype, gate), x.device, wire)
     scalars, constants = encode_arguments(bits, x.dtype, mode, seed)
-    tiled = tiling(block, WIDTH, tile=2048, registers=64 if mode == NEAREST else None, least_rows=GATE_ROWS)
+    tiled = tiling(
+        block, WIDTH, tile=2048, registers=64 if mode == codes_layout.NEAREST else None, least_rows=GATE_ROWS
+    )
     end = codes_layout.quantized_bytes(n, bits, block, x.dtype)
     programs = programs_for(n, bits, block, tiled["SHAPE"])
     launch(_encode, programs, x, h, out, wire, n, cut, end, *scalars, GATE=gate, BLOCK=block, **constants, **tiled)

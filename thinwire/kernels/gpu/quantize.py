@@ -14,6 +14,7 @@ from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch, line, signed, tiling
 from thinwire.kernels.gpu.scalar import (
     INFINITY_BITS,
+    NONFINITE,
     ROUNDER_BITS,
     SIGN,
     as_float,
@@ -28,7 +29,7 @@ from thinwire.kernels.gpu.scalar import (
 )  # fmt: skip
 from thinwire.kernels.random import split
 
-NEAREST, STOCHASTIC, LEAST_SQUARES = (tl.constexpr(mode) for mode in range(3))
+NEAREST, STOCHASTIC, LEAST_SQUARES, FULL_GRID = (tl.constexpr(mode) for mode in range(4))
 GRID, SHRINKS = tl.constexpr(float(layout.GRID)), tl.constexpr(layout.SHRINKS)
 
 
@@ -64,6 +65,9 @@ def quantize_tile(
         shrink = best_shrink(x, tl.where(negative, -extreme, extreme), QMAX, TABLE)
         code = block_scale(top, tl.where(roomy, shrink, 1.0), limit, QMAX)
         code = tl.where(negative & (code > 0), code + SIGN, code)
+    elif MODE == FULL_GRID:
+        code = block_scale(top, 1.0, limit, QMAX + 1)
+        code = tl.where((code > 0) & (code != NONFINITE), code + SIGN, code)
     else:
         code = block_scale(top, 1.0, limit, QMAX)
     scale = scale_value(code)
@@ -78,6 +82,8 @@ def quantize_tile(
     elif MODE == LEAST_SQUARES:
         most = tl.where(roomy, QMAX + 1.0, QMAX * 1.0)
         t = tl.minimum(tl.maximum(t, -QMAX * 1.0), tiles.row(most))
+    elif MODE == FULL_GRID:
+        t = tl.minimum(tl.maximum(t, -QMAX * 1.0), QMAX + 1.0)
     elif QMAX >= 32:  # a scale one step too small (near the dtype's limit) overshoots by 1/64: less than half here
         t = tl.clamp(t, -QMAX * 1.0, QMAX * 1.0)
     return rounded(t), code, scale
@@ -157,10 +163,6 @@ def _dequantize(
         _decode_tile(wire, out, tile, start, n, cut, BITS, ALIGNED, ADD, SHAPE, BLOCK, False)
 
 
-def mode_of(stochastic, mse):
-    return STOCHASTIC if stochastic else LEAST_SQUARES if mse else NEAREST
-
-
 @functools.cache
 def candidates(bits):
     """The least-squares candidates, for the kernel to unroll: (step, 1/step, c) each."""
@@ -176,9 +178,9 @@ def scale_limit(factor, fmax):
 
 def encode_tiling(block, itemsize, mode):
     """As measured on an H200: 32 values a thread, in segments of 32 so that four lanes or eight share a block."""
-    if mode == LEAST_SQUARES:  # bound by arithmetic, and unrolled: fewer values a thread compile faster
+    if mode == layout.LEAST_SQUARES:  # bound by arithmetic, and unrolled: fewer values a thread compile faster
         return tiling(block, line(itemsize), tile=2048)
-    if mode == STOCHASTIC:
+    if mode == layout.STOCHASTIC:
         return tiling(block, line(itemsize) // 2, registers=80)
     return tiling(block, 32, tile=2048, warps=2, registers=64)
 
@@ -186,8 +188,9 @@ def encode_tiling(block, itemsize, mode):
 def encode_arguments(bits, dtype, mode, seed):
     """What the encoding kernels share: (scalars, constants)."""
     fmax = torch.finfo(dtype).max
-    scalars = (scale_limit(layout.qmax(bits), fmax), fmax / 2, *map(signed, split(seed)))
-    return scalars, {"BITS": bits, "MODE": mode.value, "TABLE": candidates(bits)}
+    steps = layout.qmax(bits) + (mode == layout.FULL)
+    scalars = (scale_limit(steps, fmax), fmax / 2, *map(signed, split(seed)))
+    return scalars, {"BITS": bits, "MODE": mode, "TABLE": candidates(bits)}
 
 
 def programs_for(n, bits, block, shape):
@@ -195,8 +198,8 @@ def programs_for(n, bits, block, shape):
     return triton.cdiv(layout.codes_bytes(n, bits), shape[1] * block * bits // 8)
 
 
-def quantize(x, bits, block, stochastic, mse, seed, out=None):
-    n, cut, mode = x.numel(), layout.codes_bytes(x.numel(), bits), mode_of(stochastic, mse)
+def quantize(x, bits, block, mode, seed, out=None):
+    n, cut = x.numel(), layout.codes_bytes(x.numel(), bits)
     wire = message(layout.quantized_bytes(n, bits, block, x.dtype), x.device, out)
     scalars, constants = encode_arguments(bits, x.dtype, mode, seed)
     tiled = encode_tiling(block, x.element_size(), mode)

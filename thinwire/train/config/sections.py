@@ -17,6 +17,7 @@ from thinwire.train.config.families import FAMILIES, TENSOR_PARALLEL
 from thinwire.train.config.fields import flag, key, list_of, number, one_of, read, table, template, text, whole
 
 INFINITY = float("inf")
+FREEZE = ("'epoch', or a whole number, 1 or more", lambda v: v == "epoch" or (type(v) is int and v >= 1))
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ class MeshConfig:
 class OptimConfig:
     """The optimiser, its rate, and how long."""
 
-    name: str = key("adamw", one_of("adamw", "frozen_adam"), "adamw, or frozen_adam: variance fixed after warm-up")
+    name: str = key("adamw", one_of("adamw", "frozen_adam"), "adamw, or frozen_adam: variance fixed after a warm-up")
+    freeze_after: int | str = key("epoch", FREEZE, "of frozen_adam: epoch (the first), or a number of steps")
     lr: float = key(3e-4, number(0, INFINITY, open_low=True), "highest rate")
     betas: tuple[float, float] = key((0.9, 0.95), list_of(number(0, 0.999999), 2), "of the two moments")
     eps: float = key(1e-8, number(0, 1, open_low=True), "added to the root of the second")

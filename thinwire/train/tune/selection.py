@@ -1,12 +1,11 @@
-"""Which of this rank's gradients are compressed: those of the selected stages, with a low rank that fits the matrices,
-and with tensor parallelism only parameters that are split.
+"""Which of this rank's gradients are compressed: those of the selected stages, and with tensor parallelism only
+parameters that are split.
 
 Everything else is excluded by name, and so averaged exactly.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -14,13 +13,11 @@ from torch import nn
 
 from thinwire.collectives import LowRank
 from thinwire.config.stages import SLACK, chosen_stages
-from thinwire.config.wire import Reduction, Wire
+from thinwire.config.wire import Wire
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.model.stage import Stage
 from thinwire.train.model.tensor_parallel import dim_cut
 from thinwire.train.tune.auto import Decision
-
-SHRINKS = 4  # a low rank must make every matrix at least so many times smaller
 
 
 def select(
@@ -43,19 +40,18 @@ def select(
 
 
 def with_fitting_rank(wire: Wire, named: Mapping[str, nn.Parameter], say: Callable[[str], None]) -> Wire:
-    """The wire with the rank of its gradients lowered where that is needed; `say` is called with a line about it."""
-    if wire.gradient is None:
-        return wire
-    return replace(wire, gradient=fitted(wire.gradient, [tuple(p.shape) for p in named.values()], say))
+    """The wire itself; `say` is called with a line where its low rank is too high for some of this rank's matrices."""
+    if wire.gradient is not None and isinstance(wire.gradient.collective, LowRank):
+        note_small(wire.gradient.collective, [tuple(p.shape) for p in named.values()], say)
+    return wire
 
 
-def fitted(reduction: Reduction, shapes: Iterable[tuple[int, ...]], say: Callable[[str], None]) -> Reduction:
-    """A low rank that is too high for the smallest matrix is lowered to what saves the factor SHRINKS there."""
-    matrices = [(math.prod(shape[:-1]), shape[-1]) for shape in shapes if len(shape) > 1]
-    if not isinstance(reduction.collective, LowRank) or not matrices:
-        return reduction
-    fits = max(1, min(n * m // (SHRINKS * (n + m)) for n, m in matrices))
-    if fits >= reduction.collective.rank:
-        return reduction
-    say(f"[wire.gradient] rank = {reduction.collective.rank}: too high for these matrices, {fits} is used")
-    return replace(reduction, collective=replace(reduction.collective, rank=fits))
+def note_small(collective: LowRank, shapes: Iterable[tuple[int, ...]], say: Callable[[str], None]) -> None:
+    """Say how many of the matrices of these shapes two factors would not make smaller."""
+    matrices = [shape for shape in shapes if len(shape) > 1]
+    exact = sum(not collective.rank_of(shape) for shape in matrices)
+    if exact:
+        say(
+            f"[wire.gradient] rank = {collective.rank}: {exact} of {len(matrices)} matrices are too small for it and "
+            "stay exact; shrink = 4 would lower the rank of each"
+        )

@@ -30,12 +30,15 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.
 def export_weights(stage: Stage) -> dict[str, Tensor]:
     """What this stage contributes to the saved model, on the CPU: its weights, or its adapters where it has any.
 
-    A tied head is not among them, since the first stage saves it as the embedding; by rows the last stage does so.
+    A tied head is not among them, since the first stage saves it as the embedding; by rows the last stage does so. What
+    all stages have a copy of is the first one's to save.
     """
     named = dict(stage.named_parameters())
     adapters = {saved_name(name): weight for name, weight in named.items() if ".lora_" in name}
     if adapters or not any(weight.requires_grad for weight in named.values()):
         return {name: _whole(weight) for name, weight in adapters.items()}
+    if not stage.is_first:
+        named = {name: weight for name, weight in named.items() if name not in stage.shared}
     if stage.config.tie_word_embeddings:
         head = named.pop(HEAD, None)
         if stage.by_rows:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_launch import launch, on_a_network
-from train_ranks import several
+from train_ranks import digests, several
 
 from thinwire.cli import main
 from thinwire.errors import UsageError
@@ -233,14 +233,20 @@ def settings(out: Path, data: str, tokenizer: str, **changed) -> TrainConfig:
 @pytest.mark.timeout(150)
 @pytest.mark.lab
 @on_a_network[1]
-def test_a_run_on_two_stages(tmp_path, tokenizer) -> None:
-    """It learns through preset max, says so, goes on with the same bits, and transformers loads what it saved."""
+@pytest.mark.usefixtures("alone")
+def test_runs_on_two_stages(tmp_path, tokenizer) -> None:
+    """They learn through preset max, say so, go on with the same bits, and transformers loads what they saved. DeBERTa,
+    whose relative positions both stages share, has the losses of one process, and equal copies."""
     data = write_tsv(tmp_path / "a.tsv", 64)
     whole, part = (settings(tmp_path / name, data, tokenizer) for name in ("whole", "part"))
-    exact = settings(tmp_path / "exact", data, tokenizer, optim={"steps": 2}, wire={"preset": "off"})
+    short = {"optim": {"steps": 4}, "wire": {"preset": "off"}}
+    exact = settings(tmp_path / "exact", data, tokenizer, **short)
+    deberta = {"model": {"type": "deberta-v2"}, **short}
+    shared = settings(tmp_path / "shared", data, tokenizer, **deberta)
+    digests(settings(tmp_path / "alone", data, tokenizer, **deberta, mesh={"pp": 1}))
     preload = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.loop")
     with Network(hosts=2, preload=preload) as net:
-        first = launch(net, several, [(whole, False), (exact, False)], timeout=100)
+        first = launch(net, several, [(whole, False), (exact, False), (shared, False)], timeout=100)
         shutil.copytree(tmp_path / "whole/checkpoints/step-00000045", tmp_path / "part/checkpoints/step-00000045")
         again = launch(net, several, [(part, True)], timeout=60)
     assert [rank[0] for rank in first] == [rank[0] for rank in again], "a resumed run has the same bits"
@@ -251,6 +257,7 @@ def test_a_run_on_two_stages(tmp_path, tokenizer) -> None:
     assert all(0 <= step["accuracy"] <= 1 for step in steps) and steps[-1]["hit_rate"] == 1
     assert events[0]["labels"] == ["bad", "good"]
     check_saved(tmp_path, exact, data, tokenizer)
+    check_shared(tmp_path, [rank[2] for rank in first])
 
 
 def check_saved(tmp_path: Path, exact: TrainConfig, data: str, tokenizer: str) -> None:
@@ -269,6 +276,20 @@ def check_saved(tmp_path: Path, exact: TrainConfig, data: str, tokenizer: str) -
     assert last["held_out"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, labels)), abs=1e-5)
     assert last["accuracy"] == pytest.approx(float((logits.argmax(1) == labels).double().mean()))
     assert model.config.label2id == {"bad": 0, "good": 1}
+
+
+def check_shared(tmp_path: Path, ranks: list[dict[str, float]]) -> None:
+    """What two stages hold copies of is the same to the bit, and losses are those of one process."""
+    held = [name for name in ranks[0] if name in ranks[1]]
+    names = ["rel_embeddings.weight", "LayerNorm.weight", "LayerNorm.bias"]
+    assert held == [f"deberta.encoder.{name}" for name in names]
+    assert all(ranks[0][name] == ranks[1][name] for name in held)
+    found, expected = (
+        [event for event in read_events(tmp_path / name / "metrics.jsonl") if event["kind"] == "step"]
+        for name in ("shared", "alone")
+    )
+    for key in ("loss", "norm", "accuracy"):
+        assert [e[key] for e in found] == pytest.approx([e[key] for e in expected], rel=1e-4), key
 
 
 def test_one_rank_says_its_scores(tmp_path, tokenizer, capsys) -> None:

@@ -240,7 +240,8 @@ def build(
         else Piped(config, wire, plan, mesh, stages, len(samples.train), say)
     )
     chosen = select(config, wire, decision, stages, named)
-    update = Update(config, chosen, mesh, named, _tied(stages), rows, batches.steps_per_epoch)
+    shared = [] if config.mesh.pp == 1 else next(iter(stages.values())).shared
+    update = Update(config, chosen, mesh, named, _tied(stages), rows, batches.steps_per_epoch, shared)
     steps = total_steps(config.optim, batches.steps_per_epoch)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
 

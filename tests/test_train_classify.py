@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_launch import launch, on_a_network
-from train_ranks import digests, several
+from train_ranks import gradients, several, trained_and_gradients
 
 from thinwire.cli import main
 from thinwire.errors import UsageError
@@ -243,13 +243,13 @@ def test_runs_on_two_stages(tmp_path, tokenizer) -> None:
     exact = settings(tmp_path / "exact", data, tokenizer, **short)
     deberta = {"model": {"type": "deberta-v2"}, **short}
     shared = settings(tmp_path / "shared", data, tokenizer, **deberta)
-    digests(settings(tmp_path / "alone", data, tokenizer, **deberta, mesh={"pp": 1}))
+    one = gradients(settings(tmp_path / "alone", data, tokenizer, **deberta, mesh={"pp": 1}))
     preload = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.loop")
     with Network(hosts=2, preload=preload) as net:
-        first = launch(net, several, [(whole, False), (exact, False), (shared, False)], timeout=100)
+        found = launch(net, trained_and_gradients, [(whole, False), (exact, False)], shared, timeout=100)
         shutil.copytree(tmp_path / "whole/checkpoints/step-00000045", tmp_path / "part/checkpoints/step-00000045")
         again = launch(net, several, [(part, True)], timeout=60)
-    assert [rank[0] for rank in first] == [rank[0] for rank in again], "a resumed run has the same bits"
+    assert [sums[0] for sums, _ in found] == [sums[0] for sums in again], "a resumed run has the same bits"
     events = read_events(tmp_path / "whole/metrics.jsonl")
     evals = [event for event in events if event["kind"] == "eval"]
     steps = [event for event in events if event["kind"] == "step"]
@@ -257,7 +257,7 @@ def test_runs_on_two_stages(tmp_path, tokenizer) -> None:
     assert all(0 <= step["accuracy"] <= 1 for step in steps) and steps[-1]["hit_rate"] == 1
     assert events[0]["labels"] == ["bad", "good"]
     check_saved(tmp_path, exact, data, tokenizer)
-    check_shared(tmp_path, [rank[2] for rank in first])
+    check_shared(tmp_path, [rank for _, rank in found], one)
 
 
 def check_saved(tmp_path: Path, exact: TrainConfig, data: str, tokenizer: str) -> None:
@@ -278,12 +278,15 @@ def check_saved(tmp_path: Path, exact: TrainConfig, data: str, tokenizer: str) -
     assert model.config.label2id == {"bad": 0, "good": 1}
 
 
-def check_shared(tmp_path: Path, ranks: list[dict[str, float]]) -> None:
-    """What two stages hold copies of is the same to the bit, and losses are those of one process."""
-    held = [name for name in ranks[0] if name in ranks[1]]
+def check_shared(tmp_path: Path, ranks: list[dict[str, list[float]]], one: dict[str, list[float]]) -> None:
+    """Both stages have one gradient for what they share, and it is that of one process; so are the losses."""
+    both = [name for name in ranks[0] if name in ranks[1]]
     names = ["rel_embeddings.weight", "LayerNorm.weight", "LayerNorm.bias"]
-    assert held == [f"deberta.encoder.{name}" for name in names]
-    assert all(ranks[0][name] == ranks[1][name] for name in held)
+    assert both == [f"deberta.encoder.{name}" for name in names]
+    assert all(ranks[0][name] == ranks[1][name] for name in both), "to the bit"
+    for rank in ranks:
+        for name, values in rank.items():
+            torch.testing.assert_close(torch.tensor(values), torch.tensor(one[name]), rtol=1e-4, atol=1e-7)
     found, expected = (
         [event for event in read_events(tmp_path / name / "metrics.jsonl") if event["kind"] == "step"]
         for name in ("shared", "alone")

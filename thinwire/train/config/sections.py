@@ -50,7 +50,7 @@ class LoraConfig:
 class ModelConfig:
     """A checkpoint (`path`), a configuration file (`config`), or sizes; the last two are initialised at random."""
 
-    path: str | None = key(None, text(), "a checkpoint directory with safetensors; sizes below are then its own", "DIR")
+    path: str | None = key(None, text(), "a folder with safetensors, or a GGUF file; sizes are then its own", "DIR")
     config: str | None = key(None, text(), "or a config.json, initialised at random", "config.json")
     type: str = key("llama", one_of(*FAMILIES), "or sizes: " + ", ".join(FAMILIES))
     vocab: int = key(0, whole(0), "0: the tokenizer's")

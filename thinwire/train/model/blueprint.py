@@ -186,6 +186,8 @@ def _weights(blueprint: Blueprint, stage: Stage, seed: int) -> Iterable[tuple[st
     for name in sorted(fresh):
         yield name, random_weight(name, shapes[name], blueprint.config, blueprint.family, seed)
     for name, weight in checkpoint.read(name for name in shapes if name not in fresh):
+        if not weight.is_floating_point():
+            raise UsageError(f"{blueprint.model.path}: {name} is {weight.dtype}, and no floating-point weight")
         if weight.shape != shapes[name]:
             raise UsageError(
                 f"{blueprint.model.path}: {name} has shape {tuple(weight.shape)}, "

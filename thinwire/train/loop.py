@@ -166,16 +166,14 @@ class Trainer:
         """Mean held-out loss over all replicas; the state kept for training samples is not changed."""
         mesh = self.parts.mesh
         before = self.totals.state()
-        losses = []
         batches = list(held_out_batches(self.parts.samples, self.config.optim.batch, mesh.replica, mesh.config.dp))
         with lend_rows(self.parts.update.rows, (batch.inputs for batch in batches)):
-            for batch in batches:
-                parts = batch.split(self.config.optim.accumulate)
-                losses.append(([self.parts.engine.run(part, False) for part in parts], batch.labelled))
+            passes, run = self.config.optim.accumulate, self.parts.engine.run
+            losses = [([run(part, False) for part in batch.split(passes)], batch.labelled) for batch in batches]
         held_out = self.totals.mean_loss(losses)
-        scores = self.totals.scores()
         self.totals.leave_out(before)
         if not math.isnan(held_out):
+            scores = self.totals.scores()
             self._write("eval", held_out=held_out, **scores, seconds=self.seconds, bytes=self.totals.bytes)
         return held_out
 

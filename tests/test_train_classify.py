@@ -307,3 +307,6 @@ def test_one_rank_says_its_scores(tmp_path, tokenizer, capsys) -> None:
     assert "accuracy" in capsys.readouterr().err
     last = read_events(tmp_path / "out/metrics.jsonl")[-2]
     assert last["kind"] == "eval" and {"accuracy", "matthews", "held_out"} <= last.keys()
+    assert main(["report", str(tmp_path / "out")]) == 0
+    assert "Matthews" in capsys.readouterr().out
+    assert "Matthews" in (tmp_path / "out/report/page.html").read_text()

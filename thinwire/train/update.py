@@ -40,8 +40,8 @@ class Update:
     """Owns the reducer, the tied embedding and the optimisers of this rank's parameters.
 
     named: the parameters by name. tied: the name of this rank's copy of a tied embedding, None without one. rows: this
-    end of a tied embedding by rows; its copy is then the owner's. epoch: steps of one. shared: names of weights that all
-    stages have.
+    end of a tied embedding by rows; its copy is then the owner's. epoch: steps of one. shared: names of weights
+    that all stages have.
     """
 
     def __init__(

@@ -110,8 +110,14 @@ def test_a_pretrained_encoder_gets_a_head_of_the_runs_seed(kind, tmp_path) -> No
         file = tmp_path / "base/model.safetensors"
         old = {n.replace("LayerNorm.weight", "LayerNorm.gamma"): w for n, w in load_file(file).items()}
         save_file(old, file, metadata={"format": "pt"})
-    _, again = built(replace(model, path=str(tmp_path / "base")), 2)
+    path = tmp_path / "base/config.json"
+    said = {name: value for name, value in json.loads(path.read_text()).items() if name not in ("id2label", "label2id")}
+    path.write_text(json.dumps(said))
+    blueprint, again = built(replace(model, path=str(tmp_path / "base")), 2)
     torch.testing.assert_close(chained(again), called(full, kind).logits, rtol=1e-4, atol=1e-6)
+    back = hugging_face(saved(blueprint, again, tmp_path / "back"))
+    torch.testing.assert_close(called(back, kind).logits, chained(again), rtol=1e-4, atol=1e-6)
+    assert back.config.label2id == {"no": 0, "perhaps": 1, "yes": 2}
     with pytest.raises(UsageError, match=r"classifier.*has shape \(3,.*\), but the configuration says \(2,"):
         two = plan_model(ModelConfig(path=str(tmp_path / "full")), 1, VOCAB, SEQ, Classes(("a", "b"), PAD))
         build_stages(two, [0], 0)

@@ -105,6 +105,9 @@ def _config(blueprint: Blueprint) -> dict[str, Any]:
     else:
         document = json.loads((Path(path) / "config.json").read_text())
         document.pop("torch_dtype", None)  # older files; it would go before dtype
+    if blueprint.family.task == "classify":  # the checkpoint may be of an encoder alone, or name other labels
+        document.pop("num_labels", None)
+        document |= {name: getattr(blueprint.config, name) for name in ("id2label", "label2id")}
     return {**document, "architectures": [blueprint.family.architecture], "dtype": blueprint.model.dtype}
 
 

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from thinwire.errors import UsageError
+from thinwire.train.config.families import FAMILIES
 from thinwire.train.config.sections import LoraConfig, ModelConfig
 from thinwire.train.model.blueprint import build_stages, named_parameters, plan_model
+from thinwire.train.model.encoder import check_schedule
 from thinwire.train.model.export import export_weights, write_adapter, write_index, write_shard
 from thinwire.train.model.families import Classes
 from thinwire.train.model.tensor_parallel import check
@@ -164,5 +166,9 @@ def test_encoders_are_refused_where_they_do_not_fit(tmp_path) -> None:
         plan_model(model, 1, VOCAB, SEQ, Classes(("a", "b"), 7))
     with pytest.raises(UsageError, match=r"at most 12 positions, but seq_len = 13"):
         plan_model(model, 1, VOCAB, SEQ + 1, CLASSES)
+    with pytest.raises(
+        UsageError, match=r'schedule = "ZBVZeroBubble": not for Deberta.*allowed are GPipe, 1F1B, Inter'
+    ):
+        check_schedule(FAMILIES["deberta-v2"], "ZBVZeroBubble")
     with pytest.raises(UsageError, match=r"tp = 2: not for roberta"):
         check(blueprint.config, lora=False, tp=2)

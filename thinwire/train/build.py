@@ -35,6 +35,7 @@ from thinwire.train.learning_rate import total_steps
 from thinwire.train.mesh import Mesh, make_mesh
 from thinwire.train.model import tensor_parallel as tensor
 from thinwire.train.model.blueprint import Blueprint, build_stages, named_parameters, plan_model
+from thinwire.train.model.encoder import check_schedule
 from thinwire.train.model.families import Classes, read_supported
 from thinwire.train.model.stage import Stage
 from thinwire.train.tune.auto import Decision, check_auto, decide, forms, is_asked, is_kept
@@ -109,6 +110,7 @@ def check(config: TrainConfig) -> Checked:
     classes = Classes(samples.names, samples.pad) if isinstance(samples, Examples) else None
     blueprint = plan_model(config.model, stages, tokenizer.size, config.data.seq_len, classes)
     tensor.check(blueprint.config, config.model.lora is not None, config.mesh.tp)
+    check_schedule(blueprint.family, config.mesh.schedule)
     return Checked(_with_embedding(wire, config, blueprint), samples, blueprint)
 
 

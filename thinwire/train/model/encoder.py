@@ -13,7 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.errors import UsageError
+from thinwire.train.config.families import Family
 from thinwire.train.model.stage import Stage
+
+WHOLE_BACKWARD = ("GPipe", "1F1B", "Interleaved1F1B")  # torch's schedules that differentiate a stage in one go
+
+
+def check_schedule(family: Family, schedule: str) -> None:
+    """UsageError where the schedule takes gradients of activations first and of weights later: torch cannot do that
+    where layers share weights."""
+    if family.shared and schedule not in WHOLE_BACKWARD:
+        raise UsageError(
+            f'[mesh] schedule = "{schedule}": not for {family.architecture}, whose layers share weights; allowed are '
+            f"{', '.join(WHOLE_BACKWARD)}"
+        )
 
 
 class EncoderStage(Stage):

@@ -166,9 +166,7 @@ def test_encoders_are_refused_where_they_do_not_fit(tmp_path) -> None:
         plan_model(model, 1, VOCAB, SEQ, Classes(("a", "b"), 7))
     with pytest.raises(UsageError, match=r"at most 12 positions, but seq_len = 13"):
         plan_model(model, 1, VOCAB, SEQ + 1, CLASSES)
-    with pytest.raises(
-        UsageError, match=r'schedule = "ZBVZeroBubble": not for Deberta.*allowed are GPipe, 1F1B'
-    ):
+    with pytest.raises(UsageError, match=r'schedule = "ZBVZeroBubble": not for Deberta.*allowed are GPipe, 1F1B'):
         check_schedule(FAMILIES["deberta-v2"], "ZBVZeroBubble")
     with pytest.raises(UsageError, match=r"tp = 2: not for roberta"):
         check(blueprint.config, lora=False, tp=2)

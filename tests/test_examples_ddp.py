@@ -104,6 +104,15 @@ class TestInTheLab:
         accuracy = float(re.search(r"accuracy ([\d.]+)", found[0]["printed"])[1])
         assert accuracy > 0.8, found[0]["printed"]
 
+    @pytest.mark.parametrize(("name", "reductions"), [("vgg_cifar10.py", 12), ("lstm_an4.py", 40)])
+    def test_pictures_and_speech(self, host, name, reductions):
+        """Ok-Topk's tasks, on made-up data."""
+        found = host(name, "--quick")
+        check_compressed(found)
+        assert found[0]["reductions"] == reductions
+        assert losses(found)[-1] < 0.9 * losses(found)[0], found[0]["printed"]
+        assert "fewer" in found[0]["printed"]
+
     def test_accelerate(self, host, tmp_path):
         """512 samples, two ranks of batch 16, two batches a step: 8 reductions an epoch, not 16."""
         found = host("accelerate_loop.py", "--epochs", "8", "--save", str(tmp_path / "state"))

@@ -39,9 +39,14 @@ def test_commented_examples_are_allowed_values() -> None:
             continue
         lora = "[model.lora]\n" if line.startswith("base_bits") else ""
         schedule = 'schedule = "Interleaved1F1B"\n' if line.startswith("virtual") else ""
-        read_config(tomllib.loads(f"[{section}]\n{schedule}{line}\n{lora}"))
+        document = tomllib.loads(f"[{section}]\n{schedule}{line}\n{lora}")
+        if line.startswith(("labels", "columns")):
+            document.setdefault("task", {})["kind"] = "classify"
+            document.setdefault("data", {})["paths"] = ["a.tsv"]
+            document["model"] = {"type": "bert"}
+        read_config(document)
         tried += 1
-    assert tried == 6
+    assert tried == 8
 
 
 def test_the_lora_table_uncommented() -> None:
@@ -53,7 +58,7 @@ def test_the_lora_table_uncommented() -> None:
 @pytest.mark.parametrize(
     ("toml", "said"),
     [
-        ("[modle]", "[modle]: no such section; allowed are model, data, mesh, optim, run, wire"),
+        ("[modle]", "[modle]: no such section; allowed are task, model, data, mesh, optim, run, wire"),
         ("mesh = 3", "mesh = 3: must be a table, [mesh]"),
         ("wire = 3", "wire = 3: must be a table, [wire]"),
         ("[mesh]\ndpp = 2", "[mesh] dpp: no such key; allowed are dp, pp, tp"),
@@ -73,7 +78,7 @@ def test_the_lora_table_uncommented() -> None:
         ("[optim]\nbetas = [0.9]", "[optim] betas = [0.9]: allowed is a list of 2 values"),
         ("[optim]\nbetas = [0.9, 1.0]", "at most 0.999999"),
         ('[optim]\nname = "sgd"', "[optim] name = 'sgd': allowed is adamw, frozen_adam"),
-        ('[model]\ntype = "bert"', "[model] type = 'bert': allowed is llama, qwen2, qwen3, gpt2"),
+        ('[model]\ntype = "t5"', "[model] type = 't5': allowed is llama, qwen2, qwen3, gpt2, bert, roberta"),
         ("[model]\nheads = 7", "[model] heads = 7: must divide 256"),
         ("[model]\nkv_heads = 3", "[model] kv_heads = 3: must divide 8"),
         ("[model]\nbase_bits = 8", "[model] base_bits = 8: needs [model.lora]"),

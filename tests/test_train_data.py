@@ -3,6 +3,7 @@
 import json
 import sys
 import types
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -188,6 +189,12 @@ def test_tests_and_installed_packages_are_no_part_of_the_library(tmp_path, monke
     assert [d.text for d in read_documents(DataConfig())] == ["a/c.py", "b.py"]
 
 
+class Rows(list):
+    """Stands for a data set: rows, and what is known of their columns."""
+
+    features: ClassVar[dict[str, object]] = {}
+
+
 def test_a_data_set_on_disk(tmp_path, monkeypatch) -> None:
     """With a stand-in for the package, which is not a dependency."""
     (tmp_path / "dataset_dict.json").write_text("{}")
@@ -196,7 +203,8 @@ def test_a_data_set_on_disk(tmp_path, monkeypatch) -> None:
     with pytest.raises(UsageError, match="needs the package datasets"):
         list(read_documents(config))
     stand_in = types.ModuleType("datasets")
-    stand_in.load_from_disk = lambda path: {"train": [{"text": "one"}, {"text": "two"}], "test": []}
+    rows = Rows([{"text": "one"}, {"text": "two"}])
+    stand_in.load_from_disk = lambda path: {"train": rows, "test": Rows()}
     monkeypatch.setitem(sys.modules, "datasets", stand_in)
     assert [document.text for document in read_documents(config)] == ["one", "two"]
     stand_in.load_from_disk = lambda path: {"validation": []}

@@ -73,6 +73,27 @@ def several(configs: list[tuple[TrainConfig, bool]]) -> list[dict[str, float]]:
     return [digests(config, resume) for config, resume in configs]
 
 
+def trained_and_gradients(
+    configs: list[tuple[TrainConfig, bool]], config: TrainConfig
+) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
+    """`several`; and of another run the gradients of its first step, as the optimiser gets them."""
+    return several(configs), gradients(config)
+
+
+def gradients(config: TrainConfig) -> dict[str, list[float]]:
+    trainer, found = Trainer(config, say=lambda line: None), {}
+    apply = trainer.parts.update.apply
+
+    def noting(*arguments: Any) -> None:
+        if not found:
+            found.update({n: p.grad.flatten().tolist() for n, p in trainer.parts.named.items() if p.grad is not None})
+        apply(*arguments)
+
+    with mock.patch.object(trainer.parts.update, "apply", noting):
+        trainer.fit()
+    return found
+
+
 def live(config: TrainConfig, resume: bool) -> int:
     return train_rank(config, resume, patience=20.0)
 

@@ -109,12 +109,24 @@ def _show(summary: Summary, links: str) -> None:
     from thinwire.report import page
 
     target = "–" if summary.target is None else f"{summary.target:.4g}"
-    columns = ("run", "steps", "seconds", "held-out", f"s to {target}", "speed-up", "sent", "fewer than fp32")
-    rows = [
+    columns: tuple[str, ...] = (
+        "run",
+        "steps",
+        "seconds",
+        "held-out",
+        f"s to {target}",
+        "speed-up",
+        "sent",
+        "fewer than fp32",
+    )
+    rows: list[tuple[Any, ...]] = [
         (line.name, line.steps, line.seconds, line.held_out, line.to_loss, line.speedup, show_bytes(line.bytes),
          line.saving)
         for line in summary.lines
     ]  # fmt: skip
+    if summary.classifies:
+        columns = (*columns, "accuracy", "Matthews")
+        rows = [(*row, line.accuracy, line.matthews) for row, line in zip(rows, summary.lines)]
     table(f"Runs on {links}" if links else "Runs", columns, rows, " ".join(page.headline(summary)))
     for note in summary.notes:
         print(f"note: {note}")

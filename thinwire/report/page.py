@@ -108,15 +108,19 @@ def network(run: Run) -> str:
 
 def _results(summary: Summary) -> str:
     target = "" if summary.target is None else f" {summary.target:.4g}"
-    columns = (
+    columns: tuple[str, ...] = (
         "run", "steps", "training time", "final held-out loss", f"time to loss{target}", "speed-up", "bytes sent",
         "fewer than fp32",
     )  # fmt: skip
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (line.name, str(line.steps), _time(line.seconds), _number(line.held_out), _time(line.to_loss),
          _times(line.speedup), show_bytes(line.bytes), _times(line.saving))
         for line in summary.lines
     ]  # fmt: skip
+    if summary.classifies:
+        columns = (*columns, "accuracy", "Matthews' correlation")
+        scores = [(_number(line.accuracy), _number(line.matthews)) for line in summary.lines]
+        rows = [(*row, *more) for row, more in zip(rows, scores)]
     words = (
         f"Time to loss: the first time at the worst of the final losses. Speed-up: {summary.lines[0].name}'s time to "
         "that loss over the run's own. Times leave out evaluation and checkpoints."

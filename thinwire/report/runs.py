@@ -67,6 +67,10 @@ class Run:
         curve = self.curve("seconds")
         return curve[-1][1] if curve else None
 
+    def score(self, name: str) -> float | None:
+        """A classifier's "accuracy" or "matthews" at the end of the run; None where it has none."""
+        return number(self.evals[-1], name) if self.evals else None
+
     def curve(self, across: str) -> list[Point]:
         """Held-out loss against `across`: "seconds", "bytes" or "step"."""
         return pairs(self.evals, across, "held_out")

@@ -26,6 +26,8 @@ class Line:
     bytes: float
     channels: dict[str, float]
     raw: float | None
+    accuracy: float | None = None  # of a classifier, as the next
+    matthews: float | None = None
 
     @property
     def saving(self) -> float | None:
@@ -42,6 +44,11 @@ class Summary:
     lines: tuple[Line, ...]
     notes: tuple[str, ...]
 
+    @property
+    def classifies(self) -> bool:
+        """Has any run scores of a classifier?"""
+        return any(line.accuracy is not None for line in self.lines)
+
 
 def summarise(runs: Sequence[Run]) -> Summary:
     """The numbers of `runs`, the first being what the others are compared with."""
@@ -57,7 +64,8 @@ def _line(run: Run, target: float | None, first: float | None) -> Line:
     time, sent = (None if target is None else reached(run.curve(x), target) for x in ("seconds", "bytes"))
     speedup = first / time if first and time else None
     return Line(
-        run.name, run.last_step, run.seconds, run.held_out, time, sent, speedup, run.total, run.sent, run.raw
+        run.name, run.last_step, run.seconds, run.held_out, time, sent, speedup, run.total, run.sent, run.raw,
+        run.score("accuracy"), run.score("matthews"),
     )  # fmt: skip
 
 

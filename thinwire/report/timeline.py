@@ -88,7 +88,7 @@ def _sizes(run: Run, config: TrainConfig) -> dict[str, Any]:
         "layers": given.get("num_hidden_layers", given.get("n_layer", model.layers)),
         "hidden": given.get("hidden_size", given.get("n_embd", model.hidden)),
         "vocab": given.get("vocab_size", model.vocab) or _tokens(config),
-        "tied": bool(given.get("tie_word_embeddings", model.tied)),
+        "tied": config.task.kind == "causal" and bool(given.get("tie_word_embeddings", model.tied)),
     }
     total = number(run.about, "parameters")
     embedding = known["vocab"] * known["hidden"] * (1 if known["tied"] else 2)

@@ -27,14 +27,16 @@ from thinwire.planner.settings import read_wire
 from thinwire.planner.sizes import rows_pay
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.data.batches import Batches
+from thinwire.train.data.examples import Examples, make_examples
 from thinwire.train.data.samples import Samples, make_samples
-from thinwire.train.data.tokenizer import open_tokenizer
+from thinwire.train.data.tokenizer import Tokenizer, open_tokenizer
 from thinwire.train.engine import Alone, Piped
 from thinwire.train.learning_rate import total_steps
 from thinwire.train.mesh import Mesh, make_mesh
 from thinwire.train.model import tensor_parallel as tensor
 from thinwire.train.model.blueprint import Blueprint, build_stages, named_parameters, plan_model
-from thinwire.train.model.families import read_supported
+from thinwire.train.model.encoder import check_schedule
+from thinwire.train.model.families import Classes, read_supported
 from thinwire.train.model.stage import Stage
 from thinwire.train.tune.auto import Decision, check_auto, decide, forms, is_asked, is_kept
 from thinwire.train.tune.layer_times import cut_by_time
@@ -54,7 +56,7 @@ class Parts:
     decision: Decision | None  # of the planner, where the wire leaves something to it
     engine: Alone | Piped
     update: Update
-    samples: Samples
+    samples: Samples | Examples
     batches: Batches
     steps: int
 
@@ -74,6 +76,7 @@ class Parts:
             "mesh": {k: getattr(mesh, k) for k in ("dp", "pp", "tp", "schedule", "microbatches")},
             "wire": dict(wire), "parameters": sum(map(torch.Size.numel, self.blueprint.shapes.values())),
             "samples": len(self.samples.train), "steps": self.steps,
+            **({"labels": self.samples.names} if isinstance(self.samples, Examples) else {}),
         }  # fmt: skip
 
 
@@ -82,7 +85,7 @@ class Checked:
     """What is known, and has been checked, before ranks communicate."""
 
     wire: Wire
-    samples: Samples
+    samples: Samples | Examples
     blueprint: Blueprint
 
 
@@ -95,18 +98,28 @@ def check(config: TrainConfig) -> Checked:
             f"[mesh] ahead = {config.mesh.ahead}: auto, critical and slack decide for torch's own order; take 1"
         )
     source = config.model.path or config.model.config
-    if source:
-        read_supported(source)  # before its tokenizer, whose faults would hide that the model is of another type
-    tokenizer = open_tokenizer(config.data.tokenizer, config.model.path)
-    samples = make_samples(config.data, tokenizer)
+    kind = config.task.kind
+    found = read_supported(source, kind) if source else None  # before its tokenizer, whose faults would hide its type
+    tokenizer = open_tokenizer(config.data.tokenizer, config.model.path, ends=kind == "causal")
+    samples = _samples(config, tokenizer, found)
     batches = Batches(samples, config.optim.batch, config.data.seed, 0, config.mesh.dp)
     wire = wire.with_epoch(batches.steps_per_epoch, config.optim.accumulate)
     stages = len(config.mesh.plan().rank_of)
     if wire.gradient is not None and wire.gradient.stages != SLACK:
         chosen_stages(wire.gradient.stages, stages)
-    blueprint = plan_model(config.model, stages, tokenizer.size, config.data.seq_len)
+    classes = Classes(samples.names, samples.pad) if isinstance(samples, Examples) else None
+    blueprint = plan_model(config.model, stages, tokenizer.size, config.data.seq_len, classes)
     tensor.check(blueprint.config, config.model.lora is not None, config.mesh.tp)
+    check_schedule(blueprint.family, config.mesh.schedule)
     return Checked(_with_embedding(wire, config, blueprint), samples, blueprint)
+
+
+def _samples(config: TrainConfig, tokenizer: Tokenizer, found: Any) -> Samples | Examples:
+    """What is trained on, as `[task]` says. found: transformers' configuration of a checkpoint, None without one."""
+    if config.task.kind == "causal":
+        return make_samples(config.data, tokenizer)
+    known = [] if found is None else [name for _, name in sorted(found.id2label.items())]
+    return make_examples(config.data, tokenizer, config.task.labels, known)
 
 
 def _with_embedding(wire: Wire, config: TrainConfig, blueprint: Blueprint) -> Wire:
@@ -131,7 +144,7 @@ def _with_streams(wire: Wire, say: Callable[[str], None]) -> Wire:
     return replace(wire, streams=count)
 
 
-def _used_rows(config: TrainConfig, blueprint: Blueprint, samples: Samples) -> int:
+def _used_rows(config: TrainConfig, blueprint: Blueprint, samples: Samples | Examples) -> int:
     """How many rows of the embedding a replica's first batch uses at most; 0 where there are no two copies that train.
     The same on all ranks, also of a resumed run."""
     rank_of = config.mesh.plan().rank_of
@@ -229,7 +242,8 @@ def build(
         else Piped(config, wire, plan, mesh, stages, len(samples.train), say)
     )
     chosen = select(config, wire, decision, stages, named)
-    update = Update(config, chosen, mesh, named, _tied(stages), rows, batches.steps_per_epoch)
+    shared = [] if config.mesh.pp == 1 else next(iter(stages.values())).shared
+    update = Update(config, chosen, mesh, named, _tied(stages), rows, batches.steps_per_epoch, shared)
     steps = total_steps(config.optim, batches.steps_per_epoch)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
 

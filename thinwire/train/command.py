@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from thinwire.errors import UsageError
 from thinwire.installed import check_training
 from thinwire.train.config.sections import MeshConfig, TrainConfig, init_text, load
 from thinwire.train.folder_lock import locked
+from thinwire.train.model.gguf import as_folder, is_gguf
 
 INTERRUPTED = 130  # the exit status of what Ctrl-C ended
 
@@ -64,6 +66,10 @@ def _config(args: argparse.Namespace) -> TrainConfig:
         if args.wire not in ("auto", *PRESETS):
             raise UsageError(f"--wire {args.wire}: allowed are auto, {', '.join(PRESETS)}")
         config = replace(config, wire={"preset": args.wire})
+    path = config.model.path
+    if path is not None and is_gguf(path):
+        folder = as_folder(path, config.run.out, lambda line: print(line, file=sys.stderr, flush=True))
+        config = replace(config, model=replace(config.model, path=folder))
     return config
 
 

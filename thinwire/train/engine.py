@@ -24,6 +24,7 @@ from thinwire.train.data.samples import IGNORED
 from thinwire.train.mesh import Mesh
 from thinwire.train.model.stage import Stage
 from thinwire.train.model.tensor_parallel import Sliced
+from thinwire.train.task.scores import Scores
 
 
 class Loss:
@@ -39,7 +40,7 @@ class Loss:
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         total = nn.functional.cross_entropy(
-            logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+            logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )
         return total * (self.replicas / max(1, self.labelled))
 
@@ -47,11 +48,14 @@ class Loss:
 class Alone:
     """A whole model on this rank: micro-batches one after the other, as a pipeline would add them up."""
 
+    scores: Scores | None  # of a classifier
+
     def __init__(self, config: TrainConfig, stage: Stage) -> None:
         self.stage = _casting(stage, config)
         self.microbatches = config.mesh.microbatches
         self.loss = Loss(config.mesh.dp)
         self.device = next(stage.parameters()).device
+        self.scores = _scores(stage, self.device)
 
     def run(
         self, batch: Batch, train: bool, upcoming: Tensor | None = None, done: Callable[[], None] | None = None
@@ -60,8 +64,11 @@ class Alone:
         self.loss.labelled, batch = batch.labelled, _on(self.device, batch)
         total = torch.zeros((), device=self.device)
         with torch.set_grad_enabled(train):
-            for tokens, labels in zip(batch.inputs.chunk(self.microbatches), batch.labels.chunk(self.microbatches)):
-                loss = self.loss(self.stage(tokens), labels)
+            for part in batch.split(self.microbatches):
+                logits = self.stage(part.inputs, **_beside(part))
+                loss = self.loss(logits, part.labels)
+                if self.scores is not None:
+                    self.scores.add(logits, part.labels)
                 if train:
                     loss.backward()
                 total += loss.detach()
@@ -103,6 +110,7 @@ class Piped:
         self.width = some.config.hidden_size // config.mesh.tp
         self.dtype = weight.dtype
         self.device = weight.device
+        self.scores = _scores(some, self.device)
         self.parts = [
             CompressedStage(
                 _sliced(_casting(stage, config), stage, mesh), index, len(self.rank_of), self.device, group=mesh.pp,
@@ -140,7 +148,9 @@ class Piped:
             about = {"shape": shape, "ids": batch.ids, "next_ids": upcoming, "next_certain": upcoming is not None}
         with self.pipeline.step(**about, settles=done is None):
             target = {"target": batch.labels, "losses": losses} if self.last else {}
-            self.schedule.step(*((batch.inputs,) if self.first else ()), **target)
+            logits = self.schedule.step(*((batch.inputs,) if self.first else ()), **target, **_beside(batch))
+            if self.scores is not None and self.last:
+                self.scores.add(logits, batch.labels)
             if done is not None:
                 done()
         return torch.stack([loss.detach() for loss in losses]).sum() if self.last else None
@@ -151,18 +161,20 @@ class Piped:
         total = torch.zeros((), device=self.device)
         mine = {part.stage_index: part for part in self.parts}
         sends: list[dist.Work] = []
-        for tokens, labels in zip(batch.inputs.chunk(self.microbatches), batch.labels.chunk(self.microbatches)):
-            x = tokens
+        for micro in batch.split(self.microbatches):
+            x = micro.inputs
             for stage, rank in enumerate(self.rank_of):
                 if stage not in mine:
                     continue
                 if stage > 0 and self.rank_of[stage - 1] != rank:
-                    x = torch.empty(*tokens.shape, self.width, dtype=self.dtype, device=self.device)
+                    x = torch.empty(*micro.inputs.shape, self.width, dtype=self.dtype, device=self.device)
                     for work in self._exchange(dist.irecv, x, self.rank_of[stage - 1]):
                         work.wait()
-                x = mine[stage].submod(x)
+                x = mine[stage].submod(x, **_beside(micro))
                 if stage == len(self.rank_of) - 1:
-                    total += self.loss(x, labels)
+                    total += self.loss(x, micro.labels)
+                    if self.scores is not None:
+                        self.scores.add(x, micro.labels)
                 elif self.rank_of[stage + 1] != rank:
                     sends += self._exchange(dist.isend, x, self.rank_of[stage + 1])
         for work in sends:
@@ -201,7 +213,17 @@ def autocast(config: TrainConfig) -> Callable[[], AbstractContextManager[Any]]:
 
 def _on(device: torch.device, batch: Batch) -> Batch:
     """The batch on the stages' device; its ids stay on the host, which looks them up."""
-    return batch._replace(inputs=batch.inputs.to(device), labels=batch.labels.to(device))
+    segments = None if batch.segments is None else batch.segments.to(device)
+    return batch._replace(inputs=batch.inputs.to(device), labels=batch.labels.to(device), segments=segments)
+
+
+def _beside(batch: Batch) -> dict[str, Tensor]:
+    """What every stage is called with beside its input; torch splits it into micro-batches as it does the input."""
+    return {} if batch.segments is None else {"segments": batch.segments}
+
+
+def _scores(stage: Stage, device: torch.device) -> Scores | None:
+    return Scores(stage.config.num_labels, device) if stage.family.task == "classify" else None
 
 
 class _Casting(nn.Module):
@@ -212,9 +234,9 @@ class _Casting(nn.Module):
         self.stage, self.context = stage, context
         self.dtype = next(stage.parameters()).dtype
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **beside: Tensor) -> Tensor:
         with self.context():
-            return self.stage(x).to(self.dtype)
+            return self.stage(x, **beside).to(self.dtype)
 
 
 def _casting(stage: Stage, config: TrainConfig) -> nn.Module:

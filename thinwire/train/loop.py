@@ -22,7 +22,7 @@ from thinwire.train.build import Checked, Parts, build, check
 from thinwire.train.checkpoint import CHECKPOINTS, Checkpoints, refuse_second_run, renamed
 from thinwire.train.config.families import HEAD
 from thinwire.train.config.sections import TrainConfig
-from thinwire.train.data.batches import held_out_batches, split_passes
+from thinwire.train.data.batches import held_out_batches
 from thinwire.train.learning_rate import rate
 from thinwire.train.metrics import Metrics, say_unreadable
 from thinwire.train.model.tensor_parallel import concerns, plain_name, read_back, saved_name
@@ -125,7 +125,7 @@ class Trainer:
         update.zero_grad()
         batch = self.parts.batches.next()
         fetch_rows(update.rows, batch.inputs)
-        parts = split_passes(batch, passes)
+        parts = batch.split(passes)
         following = [part.ids for part in parts[1:]] + [self._next_ids()]
         done = [None] * (passes - 1) + [update.begin]
         losses = [self.parts.engine.run(part, True, ids, then) for part, ids, then in zip(parts, following, done)]
@@ -166,16 +166,15 @@ class Trainer:
         """Mean held-out loss over all replicas; the state kept for training samples is not changed."""
         mesh = self.parts.mesh
         before = self.totals.state()
-        losses = []
         batches = list(held_out_batches(self.parts.samples, self.config.optim.batch, mesh.replica, mesh.config.dp))
         with lend_rows(self.parts.update.rows, (batch.inputs for batch in batches)):
-            for batch in batches:
-                parts = split_passes(batch, self.config.optim.accumulate)
-                losses.append(([self.parts.engine.run(part, False) for part in parts], batch.labelled))
+            passes, run = self.config.optim.accumulate, self.parts.engine.run
+            losses = [([run(part, False) for part in batch.split(passes)], batch.labelled) for batch in batches]
         held_out = self.totals.mean_loss(losses)
         self.totals.leave_out(before)
         if not math.isnan(held_out):
-            self._write("eval", held_out=held_out, seconds=self.seconds, bytes=self.totals.bytes)
+            scores = self.totals.scores()
+            self._write("eval", held_out=held_out, **scores, seconds=self.seconds, bytes=self.totals.bytes)
         return held_out
 
     def _plan_anew(self) -> None:

@@ -13,7 +13,7 @@ TRAFFIC = ("forward", "backward", "gradient", "embedding")
 def describe(event: dict[str, Any]) -> str:
     """A line of progress for an event of kind "step" or "eval"."""
     if event["kind"] == "eval":
-        return f"held-out loss {event['held_out']:.4f}"
+        return ", ".join([f"held-out loss {event['held_out']:.4f}", *_scores(event)])
     parts = [f"loss {event['loss']:.4f}", _sent(event), f"{event['tokens'] / event['step_seconds']:.0f} tokens/s"]
     if event["hit_rate"] is not None:
         parts.append(f"{100 * event['hit_rate']:.0f} % of samples remembered")
@@ -28,9 +28,16 @@ def closing(out: str, events: Sequence[dict[str, Any]]) -> str:
         return f"done: {out}"
     last = steps[-1]
     parts = [f"{last['step']} steps in {show_duration(last['seconds'])}"]
-    parts += [f"held-out loss {evals[-1]['held_out']:.4f}"] if evals else []
+    parts += [f"held-out loss {evals[-1]['held_out']:.4f}", *_scores(evals[-1])] if evals else []
     parts += [_sent(last)] if _sent(last) else []
     return f"done: {out}: {', '.join(parts)}\nthe model is in {out}/model; thinwire report {out} draws the run"
+
+
+def _scores(event: dict[str, Any]) -> list[str]:
+    """Of a classifier."""
+    if "accuracy" not in event:
+        return []
+    return [f"accuracy {100 * event['accuracy']:.1f} %", f"Matthews' correlation {event['matthews']:.3f}"]
 
 
 def _sent(event: dict[str, Any]) -> str:

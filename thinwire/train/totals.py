@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.train.engine import Alone, Piped
+from thinwire.train.task.scores import hits, summary
 from thinwire.train.update import Update
 
 COUNTS = ("forward_bytes", "backward_bytes", "gradient_bytes", "embedding_bytes", "raw_bytes", "cold", "warm")
 BYTES = 5  # of these are bytes; the others are visits of samples
 ERRORS = ("forward", "backward", "gradient")
-NUMBERS = 1 + len(COUNTS) + 2 * len(ERRORS)
+NUMBERS = 1 + len(COUNTS) + 2 * len(ERRORS) + 2  # the last two: right predictions of a classifier, of how many
 
 
 class Totals:
@@ -37,15 +38,19 @@ class Totals:
         """This rank's part of a step's numbers, NUMBERS of them; `losses`: of its pipeline passes, None where another
         rank has them."""
         errors, now = self._errors(), self._counts()
+        scores = self.engine.scores
+        seen = (0, 0) if scores is None else hits(scores.take())
         visits = (now - self.last)[BYTES:]
         self.last = now
-        return torch.cat((torch.tensor([_sum(losses)], dtype=torch.float64), now[:BYTES], visits, *errors.values()))
+        loss, right = (torch.tensor(values, dtype=torch.float64) for values in ([_sum(losses)], seen))
+        return torch.cat((loss, now[:BYTES], visits, *errors.values(), right))
 
     def step(self, everyone: Sequence[Tensor]) -> dict[str, Any]:
         """Of all ranks together: the step's loss, bytes since the start, and the step's samples that were sent whole
-        (`cold`) or as a change (`warm`), with their share (`hit_rate`); relative errors. everyone: each one's `mine`.
+        (`cold`) or as a change (`warm`), with their share (`hit_rate`); relative errors; a classifier's accuracy.
+        everyone: each one's `mine`.
         """
-        loss, *rest = torch.stack(list(everyone)).sum(0).tolist()
+        loss, *rest, right, predicted = torch.stack(list(everyone)).sum(0).tolist()
         counts = dict(zip(COUNTS, map(int, rest)))
         cold, warm = counts["cold"], counts["warm"]
         self.bytes = sum(counts[name] for name in COUNTS[:4])
@@ -53,6 +58,7 @@ class Totals:
         return {
             "loss": loss / self.replicas, **counts, "hit_rate": warm / (cold + warm) if cold + warm else None,
             "errors": {name: total / count for name, total, count in pairs if count},
+            **({"accuracy": right / predicted} if predicted else {}),
         }  # fmt: skip
 
     def mean_loss(self, losses: Sequence[tuple[Sequence[Tensor | None], int]]) -> float:
@@ -61,6 +67,11 @@ class Totals:
         total = torch.tensor([sum(_sum(parts) * labelled for parts, labelled in losses)], dtype=torch.float64)
         dist.all_reduce(total)
         return float(total) / (self.replicas * labels) if labels else math.nan
+
+    def scores(self) -> dict[str, float]:
+        """Of a classifier, over what all ranks have predicted since the last step: accuracy, Matthews' correlation."""
+        scores = self.engine.scores
+        return {} if scores is None else summary(scores.take_all())
 
     def state(self) -> Tensor:
         return self._counts()

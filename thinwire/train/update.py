@@ -3,7 +3,7 @@
 On the first stage gradients leave as they become final, in the backward of the last micro-batch (gradient_pass.py).
 
 With AdamW gradients are averaged here (Reducer). FrozenAdam averages momenta itself and takes local gradients; a tied
-embedding then still goes through its own reduction and AdamW, so that its two copies stay one parameter.
+embedding, or what all stages share, then still goes through its own reduction and AdamW: its copies stay one parameter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +26,9 @@ from thinwire.data_parallel.reducer import Reducer
 from thinwire.data_parallel.tied_embedding import TiedEmbedding
 from thinwire.data_parallel.tied_rows import TiedRows
 from thinwire.train.config.sections import TrainConfig
-from thinwire.train.learning_rate import groups
+from thinwire.train.learning_rate import frozen_adam, groups, moments
 from thinwire.train.mesh import Mesh, groups_of_ends, groups_of_replicas
+from thinwire.train.model.shared import SharedWeights
 from thinwire.train.model.tensor_parallel import concerns as cut_concerns
 from thinwire.train.model.tensor_parallel import dim_cut, plain_name, read_back, saved_name
 from thinwire.train.vote import Exchanging
@@ -40,17 +40,20 @@ class Update:
     """Owns the reducer, the tied embedding and the optimisers of this rank's parameters.
 
     named: the parameters by name. tied: the name of this rank's copy of a tied embedding, None without one. rows: this
-    end of a tied embedding by rows; its copy is then the owner's. epoch: steps of one.
+    end of a tied embedding by rows; its copy is then the owner's. epoch: steps of one. shared: names of weights
+    that all stages have.
     """
 
     def __init__(
         self, config: TrainConfig, wire: Wire, mesh: Mesh, named: Named, tied: str | None, rows: TiedRows | None,
-        epoch: int,
+        epoch: int, shared: Iterable[str] = (),
     ) -> None:  # fmt: skip
         self.config = config
         self.mesh = mesh
         self.named = named
-        rest = {name: p for name, p in named.items() if name != tied}
+        copies = {name: named[name] for name in shared if name in named}
+        apart = {*copies, tied}
+        rest = {name: p for name, p in named.items() if name not in apart}
         self.fused = wire.embedding is not None and wire.embedding.sync == "fused"
         self.frozen: FrozenAdam | None = None
         self.reducer: Reducer | None = None
@@ -58,16 +61,17 @@ class Update:
         self.rows = rows
         self.adam: torch.optim.AdamW | None = None
         if config.optim.name == "frozen_adam" and rest:
-            self.frozen = _frozen_adam(config, wire, mesh, rest, epoch)
+            self.frozen = frozen_adam(config, wire, mesh.dp, rest, epoch)
         elif rest:
             self.reducer = Reducer(rest.items(), wire, mesh.dp, seed=config.run.seed, agrees=False)
         if tied is not None:
             groups_of_tied = (mesh.ends if rows is None else mesh.dp, mesh.dp, mesh.pair)
             self.tied = TiedEmbedding(named[tied], wire, *groups_of_tied, seed=config.run.seed, agrees=False)
-        by_adam = named if self.frozen is None else {name: p for name, p in named.items() if name == tied}
+        self.shared = SharedWeights(copies, config.mesh.pp, config.run.seed) if copies else None
+        by_adam = named if self.frozen is None else {name: p for name, p in named.items() if name in apart}
         if by_adam:
-            self.adam = torch.optim.AdamW(groups(config.optim, by_adam), **_moments(config), foreach=True)
-        once = {n: p for n, p in named.items() if n != tied or mesh.is_first or rows is not None}
+            self.adam = torch.optim.AdamW(groups(config.optim, by_adam), **moments(config), foreach=True)
+        once = {n: p for n, p in named.items() if n not in apart or mesh.is_first or (n == tied and rows is not None)}
         self.counted_once = [p for p in once.values() if dim_cut(p) is not None or not mesh.shard]
         waits = None if rows is None or self.tied is None else self.tied.reducer  # for gradients of rows
         self.early = [reducer for reducer in self._reducers().values() if reducer is not waits]
@@ -102,6 +106,8 @@ class Update:
         good = self.reducer.exchanged() if self.reducer is not None else True
         if self.tied is not None:
             good &= self.tied.exchanged()
+        if self.shared is not None:
+            good &= self.shared.exchanged()
         self.waited = time.perf_counter() - began
         return good
 
@@ -111,21 +117,29 @@ class Update:
 
     @property
     def exchanging(self) -> list[Exchanging]:
-        """The kinds of gradient exchanges of the run: of replicas, and of the tied embedding."""
+        """The kinds of gradient exchanges of the run: of replicas, of the tied embedding, of what all stages share."""
         replicas = Exchanging(groups_of_replicas(self.config.mesh))
-        return [replicas, Exchanging(groups_of_ends(self.config.mesh)) if self.fused else replicas]
+        kinds = [replicas, Exchanging(groups_of_ends(self.config.mesh)) if self.fused else replicas]
+        return kinds if self.shared is None else [*kinds, Exchanging([list(range(self.config.mesh.ranks))])]
 
     def tables(self) -> list[Tensor | None]:
         """This rank's checksums of gradient messages, by `exchanging`; None where it has no part."""
-        reducers = (self.reducer, None if self.tied is None else self.tied.reducer)
+        reducers = [self.reducer, None if self.tied is None else self.tied.reducer]
+        reducers += [] if self.shared is None else [self.shared.reducer]
         return [None if reducer is None else reducer.message_table() for reducer in reducers]
 
     def tied_checksum(self) -> int:
-        """Of this rank's copy of a tied embedding; 0 without one."""
-        return 0 if self.tied is None else self.tied.checksum()
+        """Of this rank's copy of a tied embedding, or of what all stages share; 0 without one."""
+        held = self.tied or self.shared
+        return 0 if held is None else held.checksum()
 
     def heal_tied(self, checksums: Sequence[int]) -> None:
-        """Make the copies of a tied embedding equal where they are not: `checksums` of all ranks."""
+        """Make the copies of a tied embedding, or of what all stages share, equal where they are not: `checksums` of
+        all ranks."""
+        if self.shared is not None and len({*checksums}) > 1:
+            assert self.adam is not None
+            states = [self.adam.state[p] for p in self.shared.named.values()]
+            self.shared.heal(value for state in states for _, value in sorted(state.items()))
         if self.tied is not None:
             members = groups_of_ends if self.rows is None else groups_of_replicas
             mine = next(ranks for ranks in members(self.config.mesh) if dist.get_rank() in ranks)
@@ -268,26 +282,13 @@ class Update:
 
     def _reducers(self) -> dict[str, Reducer]:
         out = {} if self.reducer is None else {f"gradient-{self.mesh.place}": self.reducer}
+        out |= {} if self.shared is None else {"shared": self.shared.reducer}
         return out if self.tied is None else out | {f"embedding-{self.mesh.shard}": self.tied.reducer}
 
     def _exchanges(self) -> list[Exchange]:
         own = self.reducer.exchange if self.reducer else self.frozen.exchange if self.frozen else None
-        return [] if own is None else [own]
-
-
-def _frozen_adam(config: TrainConfig, wire: Wire, mesh: Mesh, rest: Named, epoch: int) -> FrozenAdam:
-    """The wire's gradient section is for its momentum; `freeze_after` replaces its warm-up."""
-    after = epoch if config.optim.freeze_after == "epoch" else config.optim.freeze_after
-    named: Any = [{**g, "params": list(zip(g.pop("names"), g["params"]))} for g in groups(config.optim, rest)]
-    given = {"wire": wire} if wire.gradient is not None else {"wire": "off"}
-    return FrozenAdam(
-        named, **_moments(config), weight_decay=config.optim.weight_decay, freeze_after=after,
-        group=mesh.dp, seed=config.run.seed, **given,
-    )  # fmt: skip
-
-
-def _moments(config: TrainConfig) -> dict[str, Any]:
-    return {"lr": config.optim.lr, "betas": config.optim.betas, "eps": config.optim.eps}
+        every = [own, None if self.shared is None else self.shared.reducer.exchange]
+        return [exchange for exchange in every if exchange is not None]
 
 
 def _under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:

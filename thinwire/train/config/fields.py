@@ -68,6 +68,14 @@ def text() -> Check:
     return "a text that is not empty", lambda v: isinstance(v, str) and bool(v)
 
 
+def column() -> Check:
+    """A column's name, or its number from 0."""
+    return (
+        "a column's name, or its number from 0",
+        lambda v: v != "" and (isinstance(v, str) or (type(v) is int and v >= 0)),
+    )
+
+
 def list_of(item: Check, length: int | None = None) -> Check:
     """A list whose values all pass `item`; `length` values, or any number of them where it is None."""
     words, allowed = item

@@ -14,7 +14,20 @@ from thinwire.errors import UsageError
 from thinwire.planner.actions import Schedule
 from thinwire.planner.schedule import TORCH_SCHEDULES, generate, torch_schedule
 from thinwire.train.config.families import FAMILIES, TENSOR_PARALLEL
-from thinwire.train.config.fields import flag, key, list_of, number, one_of, read, table, template, text, whole
+from thinwire.train.config.fields import (
+    column,
+    flag,
+    key,
+    list_of,
+    number,
+    one_of,
+    read,
+    table,
+    template,
+    text,
+    whole,
+)  # fmt: skip
+from thinwire.train.config.task import FORMATS, TaskConfig, check_columns, check_task
 
 INFINITY = float("inf")
 FREEZE = ("'epoch', or a whole number, 1 or more", lambda v: v == "epoch" or (type(v) is int and v >= 1))
@@ -37,19 +50,19 @@ class LoraConfig:
 class ModelConfig:
     """A checkpoint (`path`), a configuration file (`config`), or sizes; the last two are initialised at random."""
 
-    path: str | None = key(None, text(), "a checkpoint directory with safetensors; sizes below are then its own", "DIR")
+    path: str | None = key(None, text(), "a folder with safetensors, or a GGUF file; sizes are then its own", "DIR")
     config: str | None = key(None, text(), "or a config.json, initialised at random", "config.json")
     type: str = key("llama", one_of(*FAMILIES), "or sizes: " + ", ".join(FAMILIES))
     vocab: int = key(0, whole(0), "0: the tokenizer's")
     hidden: int = key(256, whole(1), "width")
-    layers: int = key(8, whole(1), "decoder layers")
+    layers: int = key(8, whole(1), "of decoder or encoder")
     heads: int = key(8, whole(1), "attention heads")
     kv_heads: int = key(0, whole(0), "0: as many as heads")
     ffn: int = key(0, whole(0), "width of the MLP; 0: 4 hidden (gpt2), or 8/3 hidden rounded up to 64")
     positions: int = key(0, whole(0), "longest sequence; 0: seq_len")
     tied: bool = key(True, flag(), "input and output embedding are one parameter")
     dtype: str = key("float32", one_of("float32", "bfloat16"), "of the weights")
-    dropout: float = key(0.0, number(0, 0.99), "of gpt2; above 0 it spoils deltas of activations")
+    dropout: float = key(0.0, number(0, 0.99), "of gpt2 and encoders; above 0 it spoils deltas of activations")
     attention: str = key("sdpa", one_of("sdpa", "eager"), "sdpa or eager")
     split_times: tuple[float, ...] | None = key(
         None,
@@ -77,8 +90,15 @@ class DataConfig:
     """What is trained on. Anything here but `samples` that changes also changes the samples' ids."""
 
     paths: tuple[str, ...] = key((), list_of(text()), "files or folders; none: the source of Python's library")
-    format: str = key("auto", one_of("auto", "text", "jsonl", "datasets"), "auto: by suffix; text, jsonl, datasets")
+    format: str = key("auto", one_of("auto", *FORMATS), "auto: by suffix; " + ", ".join(FORMATS))
     field: str = key("text", text(), "of a JSONL record or data set: the text")
+    columns: tuple[str | int, ...] | None = key(
+        None,
+        list_of(column()),
+        "of classify: the text, or two; numbers from 0 without a header; default: field",
+        ("a", "b"),
+    )
+    label: str | int = key("label", column(), "of classify: the column with the label")
     chat_field: str = key("messages", text(), "or the chat turns; loss on the assistant's only")
     tokenizer: str = key("auto", text(), "auto: the checkpoint's, or bytes; bytes; or a directory")
     seq_len: int = key(256, whole(2), "tokens of a sample")
@@ -87,6 +107,9 @@ class DataConfig:
     seed: int = key(0, whole(0), "of the shuffling")
     corpus_bytes: int = key(4_000_000, whole(1000), "at most so much of Python's library")
     samples: int = key(0, whole(0), "stop after so many samples; 0: all")
+
+    def __post_init__(self) -> None:
+        check_columns(self.columns, self.label)
 
 
 @dataclass(frozen=True)
@@ -171,6 +194,7 @@ class TrainConfig:
     mesh: MeshConfig = MeshConfig()
     optim: OptimConfig = OptimConfig()
     run: RunConfig = RunConfig()
+    task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
     wire: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -179,6 +203,10 @@ class TrainConfig:
             raise UsageError(
                 f"[optim] batch = {self.optim.batch}: must be a multiple of dp × microbatches × accumulate = {parts}"
             )
+        check_task(
+            self.task, None if self.model.path or self.model.config else self.model.type, self.data.paths,
+            self.data.format, self.data.columns,
+        )  # fmt: skip
         if self.mesh.split == "time" and self.model.split_times is not None:
             raise UsageError("[mesh] split = 'time': measures; leave [model] split_times out")
         positions = self.model.positions
@@ -192,7 +220,8 @@ class TrainConfig:
 
 
 SECTIONS: dict[str, type] = {
-    "model": ModelConfig, "data": DataConfig, "mesh": MeshConfig, "optim": OptimConfig, "run": RunConfig,
+    "task": TaskConfig, "model": ModelConfig, "data": DataConfig, "mesh": MeshConfig, "optim": OptimConfig,
+    "run": RunConfig,
 }  # fmt: skip
 
 START: dict[str, dict[str, Any]] = {"mesh": {"dp": 2, "pp": 2}, "data": {"samples": 800}}  # a first run, in minutes

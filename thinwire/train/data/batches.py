@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import UsageError
+from thinwire.train.data.examples import Examples
 from thinwire.train.data.samples import Ints, Samples
 
 CHANGED = {  # by setting that a checkpoint records: the error where this run has another value
@@ -36,8 +37,15 @@ class Batch(NamedTuple):
 
     ids: Tensor  # [rows] int64; negative for a row of padding
     inputs: Tensor  # [rows, seq] token ids
-    labels: Tensor  # [rows, seq], already shifted; −100 is skipped
+    labels: Tensor  # [rows, seq], already shifted, or [rows] of classes; −100 is skipped
     labelled: int
+    segments: Tensor | None = None  # [rows, seq], of classification: 0 padding, 1 first text, 2 second
+
+    def split(self, parts: int) -> list[Batch]:
+        """Its rows in so many parts; each keeps the step's count of labels."""
+        columns = (column.chunk(parts) for column in (self.ids, self.inputs, self.labels))
+        inner = [None] * parts if self.segments is None else self.segments.chunk(parts)
+        return [Batch(ids, inputs, labels, self.labelled, part) for ids, inputs, labels, part in zip(*columns, inner)]
 
 
 class Batches:
@@ -46,7 +54,7 @@ class Batches:
     batch: sequences per step over all replicas. seed: of the shuffling. replica, replicas: which one of how many.
     """
 
-    def __init__(self, samples: Samples, batch: int, seed: int, replica: int = 0, replicas: int = 1) -> None:
+    def __init__(self, samples: Samples | Examples, batch: int, seed: int, replica: int = 0, replicas: int = 1) -> None:
         if batch % replicas:
             raise UsageError(f"[optim] batch = {batch}: must be a multiple of dp = {replicas}")
         if len(samples.train) < batch:
@@ -106,7 +114,7 @@ class Batches:
         return self._epoch_order[1][:, self.index]
 
 
-def held_out_batches(samples: Samples, batch: int, replica: int = 0, replicas: int = 1) -> Iterator[Batch]:
+def held_out_batches(samples: Samples | Examples, batch: int, replica: int = 0, replicas: int = 1) -> Iterator[Batch]:
     """The held-out samples in a fixed order, `batch` sequences per batch over all replicas; the last batch is filled
     up with rows of padding."""
     mine = slice(replica * batch // replicas, (replica + 1) * batch // replicas)
@@ -116,11 +124,11 @@ def held_out_batches(samples: Samples, batch: int, replica: int = 0, replicas: i
         yield _batch(samples, numbers, mine)
 
 
-def _batch(samples: Samples, numbers: Ints, mine: slice) -> Batch:
+def _batch(samples: Samples | Examples, numbers: Ints, mine: slice) -> Batch:
     part = numbers[mine]
     inputs, labels = samples.rows(part)
     ids = np.where(part >= 0, samples.ids[part], part)
-    return Batch(torch.from_numpy(ids), inputs, labels, samples.labelled(numbers))
+    return Batch(torch.from_numpy(ids), inputs, labels, samples.labelled(numbers), samples.segments(part))
 
 
 def _order(ids: Ints, seed: int, salt: str) -> Ints:
@@ -133,9 +141,3 @@ def _order(ids: Ints, seed: int, salt: str) -> Ints:
 
 def _salted(seed: int, salt: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{salt}".encode(), digest_size=8).digest(), "little")
-
-
-def split_passes(batch: Batch, passes: int) -> list[Batch]:
-    """The rows of a step, split into `passes` pipeline passes; each keeps the step's count of labels."""
-    columns = (column.chunk(passes) for column in (batch.ids, batch.inputs, batch.labels))
-    return [Batch(ids, inputs, labels, batch.labelled) for ids, inputs, labels in zip(*columns)]

@@ -18,6 +18,7 @@ from thinwire.train.config.sections import DataConfig
 from thinwire.train.data.tokenizer import Coded, Tokenizer, Turns
 
 MARKS = ("dataset_info.json", "dataset_dict.json")  # of a data set on disk
+JSON_LINES = (".jsonl", ".ndjson")
 LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}  # of Python's library
 
 
@@ -49,14 +50,15 @@ def read_documents(config: DataConfig) -> Iterator[Document]:
         path = Path(name)
         if not path.exists():
             raise UsageError(f"[data] paths = {name!r}: no such file or folder")
-        if _is_data_set(path, config.format):
-            yield from _data_set(path, config)
+        if is_data_set(path, config.format):
+            for where, row in data_set_rows(path):
+                yield _record(where, row, config)
             continue
-        for file in _files(path):
+        for file in files_of(path):
             yield from _file(file, config)
 
 
-def _files(path: Path) -> list[Path]:
+def files_of(path: Path) -> list[Path]:
     """A file itself; of a folder every file below it, sorted, but those whose name (or folder's) begins with a dot."""
     if path.is_file():
         return [path]
@@ -68,13 +70,15 @@ def _files(path: Path) -> list[Path]:
 
 
 def _file(file: Path, config: DataConfig) -> Iterator[Document]:
-    if config.format == "jsonl" or (config.format == "auto" and file.suffix in (".jsonl", ".ndjson")):
-        yield from _lines(file, config)
-    elif text := _text(file):
+    if config.format == "jsonl" or (config.format == "auto" and file.suffix in JSON_LINES):
+        for where, record in json_lines(file):
+            yield _record(where, record, config)
+    elif text := text_of(file):
         yield Document(str(file), text)
 
 
-def _text(file: Path) -> str:
+def text_of(file: Path) -> str:
+    """The whole file; UsageError where it is no UTF-8 text."""
     try:
         return file.read_bytes().decode()  # not read_text: line ends are content
     except UnicodeDecodeError as error:
@@ -83,8 +87,9 @@ def _text(file: Path) -> str:
         raise UsageError(f"cannot read {file}: {error.strerror}") from None
 
 
-def _lines(file: Path, config: DataConfig) -> Iterator[Document]:
-    for number, line in enumerate(_text(file).split("\n"), start=1):
+def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """Every record of a JSONL file, with its place; empty lines are left out."""
+    for number, line in enumerate(text_of(file).split("\n"), start=1):
         where = f"{file}:{number}"
         if not line.strip():
             continue
@@ -92,7 +97,7 @@ def _lines(file: Path, config: DataConfig) -> Iterator[Document]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise UsageError(f"{where}: not JSON: {error.msg}") from None
-        yield _record(where, record, config)
+        yield where, record
 
 
 def _record(where: str, record: Any, config: DataConfig) -> Document:
@@ -114,12 +119,14 @@ def _is_turn(turn: Any) -> bool:
     return isinstance(turn, Mapping) and all(isinstance(turn.get(name), str) for name in ("role", "content"))
 
 
-def _is_data_set(path: Path, how: str) -> bool:
+def is_data_set(path: Path, how: str) -> bool:
+    """Is it a folder that Hugging Face's `save_to_disk` wrote, or said to be one? how: `[data] format`."""
     return how == "datasets" or (how == "auto" and any((path / mark).exists() for mark in MARKS))
 
 
-def _data_set(path: Path, config: DataConfig) -> Iterator[Document]:
-    """A folder that Hugging Face's `save_to_disk` wrote; of several splits, train."""
+def data_set_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows of a folder that Hugging Face's `save_to_disk` wrote, with their places; of several splits, train's.
+    The numbers of a column of class labels are given as their names."""
     if not any((path / mark).exists() for mark in MARKS):
         raise UsageError(f"{path}: nothing that save_to_disk of datasets wrote; scripts of data sets are not run")
     try:
@@ -134,8 +141,10 @@ def _data_set(path: Path, config: DataConfig) -> Iterator[Document]:
         if "train" not in rows:
             raise UsageError(f"{path}: no split named train; it has {', '.join(rows)}")
         rows = rows["train"]
+    named = {name: about.names for name, about in rows.features.items() if hasattr(about, "names")}
     for number, row in enumerate(rows):
-        yield _record(f"{path}:{number}", row, config)
+        said = {name: names[row[name]] for name, names in named.items() if row[name] in range(len(names))}
+        yield f"{path}:{number}", {**row, **said}
 
 
 def _standard_library(limit: int) -> Iterator[Document]:

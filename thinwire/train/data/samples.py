@@ -61,6 +61,9 @@ class Samples:
         """How many labels of these samples count in the loss."""
         return sum(int(self.scored[self.starts[n] + 1 : self.ends[n]].sum()) for n in numbers if n >= 0)
 
+    def segments(self, numbers: Iterable[int]) -> None:
+        """None: a language model sees all that comes before a token."""
+
     @property
     def digest(self) -> str:
         """The same on two machines only if they read the same data with the same settings."""
@@ -78,10 +81,10 @@ def make_samples(config: DataConfig, tokenizer: Tokenizer) -> Samples:
         raise UsageError("[data]: nothing to train on: no document has two tokens with a label")
     starts, ends = (np.array(column, np.int64) for column in zip(*windows))
     contents = [_content_hash(stream, scored, start, end) for start, end in windows]
-    kept_out = np.array([_share(content) < config.held_out for content in contents])
+    kept_out = np.array([share(content) < config.held_out for content in contents])
     numbers = np.arange(len(windows))
     return Samples(
-        stream, scored, starts, ends, _distinct(contents),
+        stream, scored, starts, ends, distinct(contents),
         numbers[~kept_out], numbers[kept_out], config.seq_len, tokenizer.pad,
     )  # fmt: skip
 
@@ -117,13 +120,13 @@ def _content_hash(stream: NDArray[np.int32], scored: NDArray[np.bool_], start: i
     return int.from_bytes(hashed.digest(), "little")
 
 
-def _share(content: int) -> float:
+def share(content: int) -> float:
     """A number in [0, 1) that says on which side a content falls, whatever the seed."""
     digest = hashlib.blake2b(b"held out" + content.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") / 2**64
 
 
-def _distinct(contents: list[int]) -> Ints:
+def distinct(contents: list[int]) -> Ints:
     """A 63-bit id for each content; copies of one content get ids of their own, in order."""
     seen: Counter[int] = Counter()
     ids, taken = np.empty(len(contents), np.int64), set()

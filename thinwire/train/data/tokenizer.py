@@ -14,6 +14,7 @@ from thinwire.train.foreign_code import refuse_own_code
 
 Turns = Sequence[Mapping[str, Any]]  # {"role": "user", "content": "…"}, as in a chat template
 Coded = tuple[NDArray[np.int64], NDArray[np.bool_]]  # tokens; where loss is taken on them
+Ints = NDArray[np.int64]
 ROLES = ("system", "user", "assistant")
 
 
@@ -29,12 +30,17 @@ class Tokenizer(Protocol):
     def chat(self, turns: Turns) -> Coded:
         """A conversation; loss on the assistant's turns, their end tokens included."""
 
+    def pairs(self, rows: Sequence[Sequence[str]], length: int) -> list[tuple[Ints, Ints]]:
+        """Of every row, which is one text or two: its tokens as an encoder takes them, at most `length`, and for each
+        token whether it belongs to the first text (1) or the second (2)."""
+
 
 class ByteTokenizer:
-    """UTF-8 bytes 0…255, then pad, end, and a mark for each role: `<user> bytes <end> <assistant> bytes <end>`."""
+    """UTF-8 bytes 0…255, then pad, end, and a mark for each role: `<user> bytes <end> <assistant> bytes <end>`.
+    For an encoder: `<start> bytes <end> bytes <end>`."""
 
-    pad, end = 256, 257
-    size = 264  # three ids are left free
+    pad, end, start = 256, 257, 261
+    size = 264  # two ids are left free
 
     def text(self, text: str) -> Coded:
         tokens = np.append(_bytes(text), self.end)
@@ -50,11 +56,28 @@ class ByteTokenizer:
             mask += [np.zeros(1, bool), np.full(len(content), turn["role"] == "assistant")]
         return np.concatenate(tokens), np.concatenate(mask)
 
+    def pairs(self, rows: Sequence[Sequence[str]], length: int) -> list[tuple[Ints, Ints]]:
+        return [self._pair(texts, length) for texts in rows]
+
+    def _pair(self, texts: Sequence[str], length: int) -> tuple[Ints, Ints]:
+        """Where they are too long together, the longer one is cut."""
+        parts = [_bytes(text) for text in texts]
+        over = sum(map(len, parts)) + 1 + len(parts) - length
+        for _ in range(over):  # the longer one gives a byte
+            longest = max(range(len(parts)), key=lambda i: len(parts[i]))
+            parts[longest] = parts[longest][:-1]
+        ended = [np.append(part, self.end) for part in parts]
+        tokens = np.concatenate([[self.start], *ended])
+        return tokens, np.concatenate([[1], *(np.full(len(part), i + 1) for i, part in enumerate(ended))])
+
 
 class CheckpointTokenizer:
-    """The tokenizer saved beside a checkpoint, with its own special tokens and chat template."""
+    """The tokenizer saved beside a checkpoint, with its own special tokens and chat template.
 
-    def __init__(self, folder: str | Path) -> None:
+    ends: documents end with a token of their own, so one without an end-of-text token is refused.
+    """
+
+    def __init__(self, folder: str | Path, ends: bool = True) -> None:
         from transformers import AutoTokenizer
 
         refuse_own_code(folder)
@@ -69,9 +92,11 @@ class CheckpointTokenizer:
         self._inner.model_max_length = 2**60  # documents are cut into samples here, not there
         self.folder, self.size = Path(folder), len(self._inner)
         self.end = self._inner.eos_token_id
-        if self.end is None:
+        if self.end is None and ends:
             raise UsageError(f"{folder}: the tokenizer has no end-of-text token")
         self.pad = self.end if self._inner.pad_token_id is None else self._inner.pad_token_id
+        if self.pad is None:
+            raise UsageError(f"{folder}: the tokenizer has no padding token")
 
     def text(self, text: str) -> Coded:
         """With what the tokenizer puts before a text (Llama: a begin token), and one end token after it."""
@@ -93,6 +118,13 @@ class CheckpointTokenizer:
                 mask[len(before) : len(after)] = True
         return np.array(tokens, np.int64), mask
 
+    def pairs(self, rows: Sequence[Sequence[str]], length: int) -> list[tuple[Ints, Ints]]:
+        """As the tokenizer joins them; where they are too long together, the longer one is cut."""
+        columns = [list(column) for column in zip(*rows)]
+        coded = self._inner(*columns, truncation="longest_first", max_length=length, return_token_type_ids=True)
+        found = zip(coded["input_ids"], coded["token_type_ids"])
+        return [(np.array(tokens, np.int64), 1 + np.array(kinds, np.int64)) for tokens, kinds in found]
+
     def _render(self, turns: Turns, prompt: bool = False) -> list[int]:
         """Through text, so that a template's specials are read once, and every prefix the same way."""
         from jinja2 import TemplateError
@@ -104,11 +136,12 @@ class CheckpointTokenizer:
         return list(self._inner(text, add_special_tokens=False)["input_ids"])
 
 
-def open_tokenizer(name: str, checkpoint: str | None) -> Tokenizer:
-    """`[data] tokenizer`: "auto" is the checkpoint's where there is one, else bytes; or a folder."""
+def open_tokenizer(name: str, checkpoint: str | None, ends: bool = True) -> Tokenizer:
+    """`[data] tokenizer`: "auto" is the checkpoint's where there is one, else bytes; or a folder. ends: documents are
+    to end with a token of their own."""
     if name == "auto":
         name = checkpoint or "bytes"
-    return ByteTokenizer() if name == "bytes" else CheckpointTokenizer(name)
+    return ByteTokenizer() if name == "bytes" else CheckpointTokenizer(name, ends)
 
 
 def _bytes(text: str) -> NDArray[np.int64]:

@@ -6,7 +6,7 @@ stages = build_stages(blueprint, [rank], seed=0)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,8 @@ from thinwire.train.config.families import FAMILIES, HEAD, Family
 from thinwire.train.config.sections import ModelConfig
 from thinwire.train.model import lora
 from thinwire.train.model import tensor_parallel as tensor
-from thinwire.train.model.families import build_config, skeleton
+from thinwire.train.model.encoder import EncoderStage
+from thinwire.train.model.families import Classes, build_config, skeleton
 from thinwire.train.model.split import split_layers
 from thinwire.train.model.stage import Stage
 from thinwire.train.model.weights import Checkpoint, random_weight
@@ -58,19 +59,25 @@ class Blueprint:
         return {name: weight.shape for name, weight in skeleton(self.config).named_parameters()}
 
     def stage_of(self, name: str) -> int:
-        """The stage that holds (and saves) a parameter of the full model."""
-        root, part, *rest = name.split(".")
-        if self.by_rows and name == self.family.embedding:
+        """The stage that holds (and saves) a parameter of the full model; the first, of what all stages hold."""
+        family = self.family
+        layers = f"{family.root}.{family.layers}."
+        if self.by_rows and name == family.embedding:
             return self.stages - 1
-        if root == self.family.root and part == self.family.layers:
-            return next(i for i, run in enumerate(self.layers) if int(rest[0]) in run)
-        return 0 if root == self.family.root and part in self.family.embeddings else self.stages - 1
+        if name.startswith(layers):
+            number = int(name.removeprefix(layers).split(".")[0])
+            return next(i for i, run in enumerate(self.layers) if number in run)
+        first = tuple(f"{family.root}.{part}." for part in (*family.embeddings, *family.shared))
+        return 0 if name.startswith(first) else self.stages - 1
 
 
-def plan_model(model: ModelConfig, stages: int, vocab: int, seq_len: int) -> Blueprint:
+def plan_model(
+    model: ModelConfig, stages: int, vocab: int, seq_len: int, classes: Classes | None = None
+) -> Blueprint:  # fmt: skip
     """Read or make the model's configuration and split its layers over `stages`, by parameter count or by
-    `[model] split_times`. `vocab`: the tokenizer's number of tokens; `seq_len`: tokens per sample."""
-    config = build_config(model, vocab, seq_len)
+    `[model] split_times`. `vocab`: the tokenizer's number of tokens; `seq_len`: tokens per sample; `classes`: of an
+    encoder."""
+    config = build_config(model, vocab, seq_len, classes)
     count = config.num_hidden_layers
     costs = model.split_times
     if costs is None:
@@ -90,14 +97,18 @@ def parameter_counts(config: Any) -> list[int]:
     """Parameters of the embedding, of each layer, and of final norm with head; a tied head is counted, since both the
     first and the last stage hold it. `config`: transformers' configuration."""
     family, full = FAMILIES[config.model_type], skeleton(config)
-    trunk = full.get_submodule(family.root)
-
-    def count(*modules: nn.Module) -> int:
-        return sum(p.numel() for module in modules for p in module.parameters())
-
-    first = count(*(trunk.get_submodule(name) for name in family.embeddings))
-    last = count(trunk.get_submodule(family.norm), full.get_submodule("lm_head"))
-    return [first, *map(count, trunk.get_submodule(family.layers).children()), last]
+    layers = f"{family.root}.{family.layers}."
+    first = tuple(f"{family.root}.{name}." for name in family.embeddings)
+    last = (f"{family.root}.{family.norm}.", *(f"{name}." for name in family.head))
+    counts = [0] * (config.num_hidden_layers + 2)
+    for name, weight in full.named_parameters(remove_duplicate=False):
+        if name.startswith(layers):
+            counts[1 + int(name.removeprefix(layers).split(".")[0])] += weight.numel()
+        elif name.startswith(first):
+            counts[0] += weight.numel()
+        elif name.startswith(last):
+            counts[-1] += weight.numel()
+    return counts
 
 
 def build_stages(
@@ -114,6 +125,7 @@ def build_stages(
     stages = {i: _build(blueprint, i, seed, torch.device(device), recompute, tp) for i in indices}
     if 0 in stages and blueprint.stages - 1 in stages:
         _tie(stages[0], stages[blueprint.stages - 1])
+    _share([stage for _, stage in sorted(stages.items())])
     return stages
 
 
@@ -132,7 +144,8 @@ def _build(
     blueprint: Blueprint, index: int, seed: int, device: torch.device, recompute: bool, tp: DeviceMesh | None
 ) -> Stage:
     full = skeleton(blueprint.config)
-    stage = Stage(full, blueprint.layers[index], index, blueprint.stages, recompute)
+    kind = Stage if blueprint.family.task == "causal" else EncoderStage
+    stage = kind(full, blueprint.layers[index], index, blueprint.stages, recompute)
     for name, weight in _weights(blueprint, stage, seed):
         owner, _, leaf = name.rpartition(".")
         setattr(stage.get_submodule(owner), leaf, nn.Parameter(weight.to(device, blueprint.dtype)))
@@ -149,8 +162,16 @@ def _build(
 def _tie(first: Stage, last: Stage) -> None:
     """One parameter for both ends, where the model ties them: autograd then adds the two gradients itself."""
     if first.config.tie_word_embeddings:
-        last.lm_head.weight = first.get_parameter(first.family.embedding)
+        last.get_submodule("lm_head").weight = first.get_parameter(first.family.embedding)
         first.tied = last.tied = None
+
+
+def _share(stages: Sequence[Stage]) -> None:
+    """One parameter for all copies on this rank: autograd then adds up their gradients itself."""
+    for stage in stages[1:]:
+        for name in stage.shared:
+            owner, _, leaf = name.rpartition(".")
+            setattr(stage.get_submodule(owner), leaf, stages[0].get_parameter(name))
 
 
 def _weights(blueprint: Blueprint, stage: Stage, seed: int) -> Iterable[tuple[str, Tensor]]:
@@ -160,7 +181,13 @@ def _weights(blueprint: Blueprint, stage: Stage, seed: int) -> Iterable[tuple[st
         for name, shape in shapes.items():
             yield name, random_weight(tied.get(name, name), shape, blueprint.config, blueprint.family, seed)
         return
-    for name, weight in Checkpoint(blueprint.model.path, blueprint.family).read(shapes):
+    checkpoint = Checkpoint(blueprint.model.path, blueprint.family)
+    fresh = {name for name in shapes if checkpoint.may_lack(name)}
+    for name in sorted(fresh):
+        yield name, random_weight(name, shapes[name], blueprint.config, blueprint.family, seed)
+    for name, weight in checkpoint.read(name for name in shapes if name not in fresh):
+        if not weight.is_floating_point():
+            raise UsageError(f"{blueprint.model.path}: {name} is {weight.dtype}, and no floating-point weight")
         if weight.shape != shapes[name]:
             raise UsageError(
                 f"{blueprint.model.path}: {name} has shape {tuple(weight.shape)}, "

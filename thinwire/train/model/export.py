@@ -28,14 +28,18 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.
 
 
 def export_weights(stage: Stage) -> dict[str, Tensor]:
-    """What this stage contributes to the saved model, on the CPU: its weights, or its adapters where it has any.
+    """What this stage contributes to the saved model, on the CPU: its weights, or what is trained of it beside a
+    frozen base.
 
-    A tied head is not among them, since the first stage saves it as the embedding; by rows the last stage does so.
+    A tied head is not among them, since the first stage saves it as the embedding; by rows the last stage does so. What
+    all stages have a copy of is the first one's to save.
     """
     named = dict(stage.named_parameters())
-    adapters = {saved_name(name): weight for name, weight in named.items() if ".lora_" in name}
-    if adapters or not any(weight.requires_grad for weight in named.values()):
-        return {name: _whole(weight) for name, weight in adapters.items()}
+    trained = {name: weight for name, weight in named.items() if weight.requires_grad}
+    if len(trained) < len(named):  # a frozen base: adapters, and a classifier's head
+        return {saved_name(name): _whole(weight) for name, weight in trained.items()}
+    if not stage.is_first:
+        named = {name: weight for name, weight in named.items() if name not in stage.shared}
     if stage.config.tie_word_embeddings:
         head = named.pop(HEAD, None)
         if stage.by_rows:
@@ -101,6 +105,9 @@ def _config(blueprint: Blueprint) -> dict[str, Any]:
     else:
         document = json.loads((Path(path) / "config.json").read_text())
         document.pop("torch_dtype", None)  # older files; it would go before dtype
+    if blueprint.family.task == "classify":  # the checkpoint may be of an encoder alone, or name other labels
+        document.pop("num_labels", None)
+        document |= {name: getattr(blueprint.config, name) for name in ("id2label", "label2id")}
     return {**document, "architectures": [blueprint.family.architecture], "dtype": blueprint.model.dtype}
 
 

@@ -1,4 +1,7 @@
-"""LoRA adapters on a stage, by peft, with the base frozen and, on request, stored in 8 or 4 bits by bitsandbytes."""
+"""LoRA adapters on a stage, by peft, with the base frozen and, on request, stored in 8 or 4 bits by bitsandbytes.
+
+A classifier's head, which begins at random, is trained whole and saved with the adapters.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,15 @@ def peft_config(config: LoraConfig, hf_config: Any, family: Family, base: str | 
     """peft's own configuration; `base` is the path of the checkpoint, for those who load the adapter later."""
     import peft
 
-    chosen = list(range(config.from_layer, hf_config.num_hidden_layers)) if config.from_layer else None
+    classify = family.task == "classify"  # where modules outside the layers have the same names as in them
+    some = classify or config.from_layer > 0
+    chosen = list(range(config.from_layer, hf_config.num_hidden_layers)) if some else None
     return peft.LoraConfig(
         r=config.r, lora_alpha=config.alpha, lora_dropout=config.dropout,  # type: ignore[arg-type]
         target_modules=list(config.targets or family.targets), layers_to_transform=chosen,
-        fan_in_fan_out=hf_config.model_type == "gpt2", task_type="CAUSAL_LM", base_model_name_or_path=base,
+        fan_in_fan_out=hf_config.model_type == "gpt2", task_type="SEQ_CLS" if classify else "CAUSAL_LM",
+        base_model_name_or_path=base,
+        modules_to_save=[name.rpartition(".")[2] for name in family.fresh if not name.endswith("dropout")] or None,
     )  # fmt: skip
 
 
@@ -57,12 +64,16 @@ def attach(stage: Stage, config: LoraConfig, bits: int | None, seed: int, device
     if bits is not None:
         _quantise(stage, bits)
     if stage.layers.stop > config.from_layer:
-        peft.inject_adapter_in_model(peft_config(config, stage.config, stage.family), stage, low_cpu_mem_usage=True)
+        own = peft_config(config, stage.config, stage.family)
+        own.modules_to_save = None  # the head is trained in its own place
+        peft.inject_adapter_in_model(own, stage, low_cpu_mem_usage=True)
     for name, weight in list(stage.named_parameters()):
         if ".lora_" in name:
             owner, _, leaf = name.rpartition(".")
             drawn = nn.Parameter(_adapter_weight(name, weight.shape, seed).to(device))
             setattr(stage.get_submodule(owner), leaf, drawn)
+        elif name.startswith(tuple(f"{module}." for module in stage.family.fresh)):
+            weight.requires_grad_(True)
 
 
 def saved_name(name: str) -> str:

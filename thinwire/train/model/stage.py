@@ -1,11 +1,13 @@
 """A pipeline stage of a Hugging Face model: some of its own modules, under their own names, and how they are called.
 
-Cut by hand: embedding on the first stage, consecutive decoder layers, final norm and head on the last. Positions,
-rotary angles and the causal mask are made inside each stage, so only hidden states cross a boundary.
+Cut by hand: embedding on the first stage, consecutive layers, final norm and head on the last. Positions, rotary angles
+and masks are made inside each stage, so only hidden states cross a boundary. This is a decoder's; encoder.py has the
+other kind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ class Stage(nn.Module):
     head are tied, first and last stage each hold a copy, and `tied` is the name of this stage's; it is None where
     no other rank has a copy, or where copies are frozen.
 
-    full: the whole model without storage. layers: the decoder layers of this stage. index, stages: which stage of how
+    full: the whole model without storage. layers: those of this stage. index, stages: which stage of how
     many. recompute: compute activations again in backward instead of keeping them.
     """
 
@@ -37,10 +39,12 @@ class Stage(nn.Module):
         self.recompute = recompute
         self.needs_input_grad = index > 0  # false too where nothing before this stage is trained
         self.tied = self._tied_copy()
+        self.shared: tuple[str, ...] = ()  # parameters that every stage has a copy of
         self.by_rows = False  # the last stage's copy of a tied embedding is the only one
         self.add_module(self.family.root, self._body(full.get_submodule(self.family.root)))
         if self.is_last:
-            self.lm_head: nn.Linear = full.lm_head
+            for name in self.family.head:
+                self.add_module(name, full.get_submodule(name))
 
     def _body(self, whole: Any) -> nn.Module:
         """The modules of the model's trunk that are on this stage; a ModuleDict keeps a layer's number in its name."""
@@ -82,25 +86,37 @@ class Stage(nn.Module):
             return None
         return self.family.embedding if self.is_first else HEAD
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, segments: Tensor | None = None) -> Tensor:
+        """segments: [batch, seq], of an encoder only; None there: all is one text."""
         body: Any = self.get_submodule(self.family.root)
-        positions = torch.arange(x.shape[1], device=x.device)[None]  # [1, seq]
-        hidden = self._embed(body, x, positions) if self.is_first else x
+        hidden = self._embed(body, x, segments) if self.is_first else x
+        arguments = self._arguments(body, hidden, segments)
+        for number, layer in body.get_submodule(self.family.layers).named_children():
+            hidden = self._layer(body, int(number), layer, hidden, arguments(int(number)))
+        if not self.is_last:
+            return hidden
+        if self.family.norm:
+            hidden = body.get_submodule(self.family.norm)(hidden)
+        for name in self.family.head:
+            hidden = self.get_submodule(name)(hidden)
+        return hidden
+
+    def _layer(self, body: Any, number: int, layer: nn.Module, hidden: Tensor, arguments: dict[str, Any]) -> Any:
+        if self.recompute and self.training and torch.is_grad_enabled():
+            return checkpoint(layer, hidden, use_reentrant=False, **arguments)
+        return layer(hidden, **arguments)
+
+    def _arguments(self, body: Any, hidden: Tensor, segments: Tensor | None) -> Callable[[int], dict[str, Any]]:
+        """What layers are called with beside the hidden states, by number."""
+        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]  # [1, seq]
         masks = self._masks(hidden)
         shared: dict[str, Any] = {"position_ids": positions, "use_cache": False}
         if hasattr(body, "rotary_emb"):
             shared["position_embeddings"] = body.rotary_emb(hidden, position_ids=positions)
-        for number, layer in body.get_submodule(self.family.layers).named_children():
-            mask = masks[self._kind(int(number))]
-            if self.recompute and self.training and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, attention_mask=mask, use_reentrant=False, **shared)
-            else:
-                hidden = layer(hidden, attention_mask=mask, **shared)
-        if not self.is_last:
-            return hidden
-        return self.lm_head(body.get_submodule(self.family.norm)(hidden))
+        return lambda number: {"attention_mask": masks[self._kind(number)], **shared}
 
-    def _embed(self, body: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    def _embed(self, body: Any, ids: Tensor, segments: Tensor | None) -> Tensor:
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]  # [1, seq]
         tokens, *places = (body.get_submodule(name) for name in self.family.embeddings)
         hidden = tokens(ids)
         for place in places:

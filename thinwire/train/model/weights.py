@@ -47,9 +47,15 @@ class Checkpoint:
         tried = [name, self.family.embedding] if name == HEAD else [name]
         for candidate in tried:
             for stored in (candidate, candidate.removeprefix(f"{self.family.root}.")):
-                if stored in self._files:
-                    return stored
+                for spelt in (stored, _old_spelling(stored)):
+                    if spelt in self._files:
+                        return spelt
         raise UsageError(f"{self.folder}: the checkpoint has no tensor {name}")
+
+    def may_lack(self, name: str) -> bool:
+        """Is it a weight of a classifier's head that is not in the file? A pre-trained encoder has none."""
+        inside = any(name.startswith(f"{module}.") for module in self.family.fresh)
+        return inside and name not in self._files and name.removeprefix(f"{self.family.root}.") not in self._files
 
     def _map(self) -> dict[str, str]:
         from safetensors import SafetensorError, safe_open
@@ -67,6 +73,11 @@ class Checkpoint:
                 return dict.fromkeys(file.keys(), SINGLE)
         except (SafetensorError, OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise UsageError(f"{self.folder}: the checkpoint cannot be read: {error!r}") from None
+
+
+def _old_spelling(name: str) -> str:
+    """The first BERT checkpoints were converted from another framework, with its names in their norms."""
+    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
 
 
 def _checked_map(listed: dict[str, str], index: Path) -> dict[str, str]:

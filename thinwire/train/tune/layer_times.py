@@ -80,7 +80,8 @@ def once(
     began = time.perf_counter()
     with context():
         out = stage(given).float()
-    loss = nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten()) if stage.is_last else out.sum()
+    scored = out.flatten(0, -2)  # a label per token, or per row of a classifier
+    loss = nn.functional.cross_entropy(scored, labels.flatten()[: len(scored)]) if stage.is_last else out.sum()
     forward, began = elapsed(began, x.device), time.perf_counter()
     if loss.requires_grad:
         loss.backward()

@@ -16,7 +16,7 @@ from thinwire.bench import optimus
 from thinwire.errors import UsageError
 from thinwire.lab import Network
 from thinwire.train.config.sections import OptimConfig, TrainConfig
-from thinwire.train.update import _frozen_adam
+from thinwire.train.learning_rate import frozen_adam
 
 CASES = [
     functools.partial(paper.aqsgd_is_the_published_algorithm, True),
@@ -58,7 +58,7 @@ def test_frozen_adam_freezes_after_the_first_epoch(given, expected):
     """By a key of its own: not when the rate has warmed up."""
     config = TrainConfig(optim=OptimConfig(name="frozen_adam", warmup=5, **given))
     mesh = SimpleNamespace(dp=None)
-    adam = _frozen_adam(config, tw.Wire.of("paper-aqsgd"), mesh, dict(nn.Linear(2, 2).named_parameters()), 11)
+    adam = frozen_adam(config, tw.Wire.of("paper-aqsgd"), mesh, dict(nn.Linear(2, 2).named_parameters()), 11)
     assert adam.freeze_after == expected
 
 

@@ -162,7 +162,7 @@ def test_planned_bytes_are_sent_bytes(name: str) -> None:
             assert sizes.message_bytes(setting, shape) == x.numel() * x.element_size()
             continue
         cold = codecs.make(**setting.cold) if setting.cold else None
-        memory = Delta(cold=cold) if setting.delta else Plain()
+        memory = Delta(cold=cold, gate=setting.gate) if setting.delta else Plain()
         channel = Channel(codecs.make(codec=setting.name, **setting.args), memory)
         for visit in range(2):
             sent = channel.send([7, 8] if setting.delta else "boundary", x)

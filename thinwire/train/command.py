@@ -34,6 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rate", help="of every host's link, with --local: 100mbit, 1gbit (default: unshaped)")
     parser.add_argument("--latency", default="0ms", help="one way between hosts, with --local (default 0ms)")
+    parser.add_argument(
+        "--loss", default="0%", help="packets lost on their way, with --local, such as 0.1%% (default 0%%)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in [run] out")
     parser.add_argument("--out", help="instead of [run] out")
     parser.add_argument("--wire", metavar="PRESET", help=f"instead of [wire]: auto, {', '.join(PRESETS)}")
@@ -50,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.local is not None:
         _check_ranks(config.mesh, args.local, f"give --local {config.mesh.ranks}, or another [mesh] in {args.config}")
         return _local(config, args)
-    for name, unused in (("rate", None), ("latency", "0ms"), ("timeout", None)):
+    for name, unused in (("rate", None), ("latency", "0ms"), ("loss", "0%"), ("timeout", None)):
         if getattr(args, name) != unused:
             raise UsageError(f"--{name} is for ranks on hosts of the lab: give --local {config.mesh.ranks} too")
     return _rank(config, args)
@@ -98,7 +101,13 @@ def _train_local(config: TrainConfig, args: argparse.Namespace) -> int:
     print(f"{hosts}, wire {config.wire.get('preset', 'as in run.toml') if config.wire else 'off'}", flush=True)
     with StopRequest(loud=True) as stop:
         events = train_local(
-            config, rate=args.rate, latency=args.latency, resume=args.resume, timeout=args.timeout, stop=stop
+            config,
+            rate=args.rate,
+            latency=args.latency,
+            loss=args.loss,
+            resume=args.resume,
+            timeout=args.timeout,
+            stop=stop,
         )
     if not any(event["kind"] == "end" for event in events):
         done = max((event["step"] for event in events), default=0)

@@ -23,13 +23,14 @@ PREFIX = "thinwire: "  # before a rank's error line, as before the command's
 
 
 def train_local(
-    config: TrainConfig, *, rate: str | None = None, latency: str = "0ms", resume: bool = False,
+    config: TrainConfig, *, rate: str | None = None, latency: str = "0ms", loss: str = "0%", resume: bool = False,
     timeout: float | None = None, network: Network | None = None, label: str = "train",
     stop: StopRequest | None = None,
 ) -> list[Event]:  # fmt: skip
     """Train on hosts of the lab, the ranks of a tensor-parallel group on one host; returns the events of the run.
 
-    rate, latency: of every host's link, such as "100mbit" and "10ms"; latency is one way, rate None unlimited.
+    rate, latency, loss: of every host's link, such as "100mbit", "10ms" and "0.1%"; latency is one way, rate None
+    unlimited.
     resume: go on from the newest checkpoint.
     timeout: seconds that the run may take; None: no limit.
     network: a network that is open already, whose rate is `rate`; None: one is made for this run.
@@ -40,7 +41,8 @@ def train_local(
         raise UsageError("this machine forbids network namespaces (thinwire doctor says more): use torchrun instead")
     if network is not None:
         return _watched(network, config, resume, timeout, label, parse_rate(rate), stop)
-    with Network(hosts=config.mesh.ranks // config.mesh.tp, rate=rate, latency=latency, preload=PRELOAD) as net:
+    hosts = config.mesh.ranks // config.mesh.tp
+    with Network(hosts=hosts, rate=rate, latency=latency, loss=loss, preload=PRELOAD) as net:
         return _watched(net, config, resume, timeout, label, parse_rate(rate), stop)
 
 

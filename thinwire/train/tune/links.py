@@ -1,5 +1,4 @@
-"""How fast the network is: between neighbours of a group, in exchanges of gradients, and in a vote; all ranks at the
-same time, and as in training: receives are posted before messages are sent, which go over as many streams.
+"""How fast the network is: between neighbours of a group, and in exchanges of gradients; all ranks at the same time.
 
 Between neighbours a few bytes and their answer measure the latency. Then messages double in size until one takes
 LONG_ENOUGH: the burst that a shaped link lets through, TCP's first windows and the clock's resolution no longer matter
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from thinwire.collectives import Dense
 from thinwire.collectives.flows import Flows
-from thinwire.collectives.groups import destroy, twin, world
+from thinwire.collectives.groups import world
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.planner.flows import slow_start
@@ -34,7 +33,7 @@ PINGS = 8  # messages by which latency is measured
 FEWEST = 1 << 14  # values of the first exchange
 MORE = 4  # how many times as many values the next exchange has
 ROUNDS = 3  # of an exchange, after one that allocates
-MANY = 10  # latencies that an exchange takes at least, unless all of it is exchanged
+MANY = 4  # latencies that an exchange takes at least, unless all of it is exchanged
 EXACT = Reduction(Dense())
 
 
@@ -125,37 +124,34 @@ NOTHING = ExchangeCost(0.0, 0.0, 0.0)
 
 def exchanges(
     shapes: Mapping[str, tuple[int, ...]], settings: Sequence[Reduction | None], group: dist.ProcessGroup | None,
-    device: torch.device, streams: int = 1, speed: LinkSpeed | None = None,
+    device: torch.device, speed: LinkSpeed | None = None, streams: int = 1,
 ) -> list[ExchangeCost]:  # fmt: skip
     """Per setting (None: exact) what one exchange of tensors of these shapes costs.
 
-    speed: of the group's links, for what TCP's slow start adds; None: nothing is added."""
-    total = sum(map(math.prod, shapes.values()))
-    if not total or world(group)[0] == 1:
+    speed: of the group's links, for what TCP's slow start adds; None: nothing is added. streams: connections that a
+    message will be cut over."""
+    if not _values(shapes) or world(group)[0] == 1:
         return [NOTHING for _ in settings]
-    place = group, device, streams
     least = {name: _first_rows(shape, 1e-9) for name, shape in shapes.items()}
-    _, latencies = _exchange(least, EXACT, *place)
-    share = FEWEST / total
+    _, shortest = _exchange(least, EXACT, group, device)
+    share = FEWEST / _values(shapes)
     while True:
         part = {name: _first_rows(shape, min(1.0, share)) for name, shape in shapes.items()}
-        exact = _exchange(part, EXACT, *place)
-        if share >= 1 or exact[1] >= LONG_ENOUGH + MANY * latencies:
+        exact = _exchange(part, EXACT, group, device)
+        if share >= 1 or exact[1] >= LONG_ENOUGH + MANY * shortest:
             break
         share *= MORE
-    more = _values(shapes) / _values(part) - 1  # how many times what lies between the two parts is added to the larger
+    # Of a Gloo message half of the latency is the receiver's word, which in training has come before.
+    waiting = shortest / 2 if device.type == "cpu" else shortest
+    factor = _values(shapes) / _values(part)
     costs = []
     for setting in settings:
-        sent, seconds = exact if setting is None else _exchange(part, setting, *place)
-        if more > 0:
-            few, shortest = _exchange(least, setting or EXACT, *place)
-            between = _values(part) / max(1, _values(part) - _values(least))
-            sent += more * between * (sent - few)
-            seconds += more * between * max(0.0, seconds - shortest)
+        sent, seconds = exact if setting is None else _exchange(part, setting, group, device)
+        transfer = factor * max(0.0, seconds - shortest)
         slower = 0.0
         if speed is not None and speed.rate is not None:
-            slower = slow_start(sent / (world(group)[0] - 1), speed.rate, 2 * speed.latency, streams)
-        costs.append(ExchangeCost(sent, seconds + slower, min(seconds, latencies) + slower))
+            slower = slow_start(factor * sent / (world(group)[0] - 1), speed.rate, 2 * speed.latency, streams)
+        costs.append(ExchangeCost(factor * sent, transfer + waiting + slower, waiting + slower))
     return costs
 
 
@@ -169,27 +165,20 @@ def _first_rows(shape: tuple[int, ...], share: float) -> tuple[int, ...]:
 
 
 def _exchange(
-    shapes: Mapping[str, tuple[int, ...]], reduction: Reduction, group: dist.ProcessGroup | None,
-    device: torch.device, streams: int,
-) -> tuple[float, float]:  # fmt: skip
-    own = twin(group)  # receives of a next step stay posted in it
-    exchange = Exchange(shapes, reduction, own, own_group=True, streams=streams)
+    shapes: Mapping[str, tuple[int, ...]], reduction: Reduction, group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[float, float]:
+    """Bytes that this rank sends, and seconds of the slowest rank: of several exchanges, one after another."""
+    exchange = Exchange(shapes, reduction, group)
     values = [noise(unit.numel).to(device) for unit in exchange.units]
-
-    def once() -> None:
+    before, began = 0, 0.0
+    for number in range(1 + ROUNDS):
+        if number == 1:
+            before, began = exchange.sent, time.perf_counter()
         for unit, x in zip(exchange.units, values):
             exchange.reduce(unit, x)
         exchange.rollback()
-
-    once()
-    before, began = exchange.sent, time.perf_counter()
-    for _ in range(ROUNDS):
-        once()
     took = elapsed(began, device) / ROUNDS
-    sent = (exchange.sent - before) / ROUNDS
-    exchange.leave_group()
-    destroy(own)
-    return sent, slowest(took, group, device)
+    return (exchange.sent - before) / ROUNDS, slowest(took, group, device)
 
 
 def noise(*shape: int) -> Tensor:

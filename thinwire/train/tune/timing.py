@@ -114,12 +114,12 @@ def measure(
     if config.mesh.dp > 1:
         speed = probe(mesh.dp, 1, device, streams)
         mine["gradient"] = {
-            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device, streams, speed)
+            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device, speed, streams)
             for i, stage in sorted(stages.items())
         }
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)
     if tied is not None:
-        mine["embedding"] = _embedding(tuple(named[tied].shape), settings["embedding"], mesh, device, rows, streams)
+        mine["embedding"] = _embedding(tuple(named[tied].shape), settings["embedding"], mesh, device, rows)
     links = [[way, stage, speed.rate, speed.latency] for (way, stage), speed in mine["links"].items()]
     everyone = [_numbered(part) for part in gather_json({**mine, "links": links})]
     shared = shared_cores(device) if config.mesh.tp == 1 else 0
@@ -240,18 +240,17 @@ def _embedding(
     mesh: Mesh,
     device: torch.device,
     rows: int,
-    streams: int,
 ) -> list[ExchangeCost]:
     """The tied one's over both its stages and all replicas, or over replicas and then between the two; by rows, over
     replicas, and `rows` up and down, which take as long as they do where both ends send at once."""
     settings = [replace(setting, exact_dims=0, exclude=()) if setting else None for setting in settings]
     if any(setting.sync == "fused" for setting in settings if setting):
-        return exchanges({"tied": shape}, settings, mesh.ends, device, streams)
-    apart = exchanges({"tied": shape}, settings, mesh.dp, device, streams)
+        return exchanges({"tied": shape}, settings, mesh.ends, device)
+    apart = exchanges({"tied": shape}, settings, mesh.dp, device)
     if any(setting.sync == "rows" for setting in settings if setting):
-        [pair] = exchanges({"rows": (rows, shape[1])}, [None], mesh.pair, device, streams)
+        [pair] = exchanges({"rows": (rows, shape[1])}, [None], mesh.pair, device)
         travel = [rows_bytes(setting.rows_codec if setting else None, rows, shape[1]) for setting in settings]
         added = [ExchangeCost(n, pair.seconds * n / pair.sent, pair.waiting) for n in travel]
     else:
-        added = exchanges({"tied": shape}, [None], mesh.pair, device, streams) * len(settings)
+        added = exchanges({"tied": shape}, [None], mesh.pair, device) * len(settings)
     return [ExchangeCost(*(a + b for a, b in zip(one, more))) for one, more in zip(apart, added)]

@@ -45,6 +45,7 @@ def main() -> None:
     if options.save:
         accelerator.save_state(options.save)
         torch.save(handle.state_dict(), f"{options.save}/thinwire-{accelerator.process_index}.pt")  # thinwire
+    handle.close()  # thinwire: before the process group goes
     accelerator.end_training()
 
 

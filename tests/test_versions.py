@@ -66,11 +66,12 @@ def test_names_are_found_in_classes_modules_and_objects():
 
 
 def private_names(tree: ast.AST) -> set[str]:
-    """Private attributes of something else than `self`, and private parts of torch that are imported."""
+    """Private attributes of something else than `self` and `super()`, and private parts of torch that are imported."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
-            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+            owner = node.value.func if isinstance(node.value, ast.Call) else node.value  # super() is a call
+            if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls", "super")):
                 found.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             names = [*node.module.split("."), *(alias.name for alias in node.names)]

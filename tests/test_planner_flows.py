@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.planner import flows
 from thinwire.planner.flows import GOAL, INITIAL, MOST, choose_streams, one_flow, slow_start
+from thinwire.train.tune import timing
+from thinwire.train.tune.timing import Measured
 
 RTT = st.floats(1e-4, 2.0)
 LOSS = st.floats(1e-6, 0.2)
@@ -74,3 +78,21 @@ def test_slow_start_of_256_kB_over_50_ms() -> None:
     with mock.patch.object(flows, "SILENCE", 60.0):
         found = slow_start(256e3, 1e8, 0.1)
     assert found == pytest.approx(4 * 0.1 - 8 * 15 * INITIAL / 1e8)
+
+
+def test_a_train_of_messages_never_takes_less_than_the_rate() -> None:
+    """Whatever the number of micro-batches: what slow start adds is spread over them, and never negative."""
+    for rate, latency, nbytes, count in itertools.product((1e6, 1e8), (0.0, 0.05), (1e3, 1e5, 1e6), (1, 4, 16)):
+        one = [[0.0, 0.0]]
+        measured = Measured(
+            [0.1] * 2, [0.2] * 2, {"forward": [rate, 0.0]}, {"forward": [latency, 0.0]}, {"forward": [nbytes]},
+            {"forward": one}, {},
+        )  # fmt: skip
+        hop = measured._hop("forward", 0, 0, count)
+        assert hop.wire >= 8 * nbytes / rate and hop.latency == latency
+        assert latency or hop.wire == 8 * nbytes / rate
+
+
+def test_a_rank_that_trains_nothing_has_no_optimiser_to_time() -> None:
+    assert timing._optimizer_seconds({}) == 0.0
+    assert timing._optimizer_seconds({"x": torch.nn.Parameter(torch.zeros(3, 4))}) > 0

@@ -36,7 +36,7 @@ def cells(runs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     from thinwire.planner.simulate import simulate
-    from thinwire.train.build import _used_rows
+    from thinwire.train.build import used_rows
     from thinwire.train.config.sections import read_config
     from thinwire.train.loop import Trainer
     from thinwire.train.metrics import METRICS, read_events
@@ -49,7 +49,7 @@ def cells(runs: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
         config = read_config({**document, "run": {"out": folder, "eval_every": 0, "checkpoint_every": 0}})
         trainer = Trainer(config, say=lambda line: None)
         parts, wire = trainer.parts, trainer.checked.wire
-        rows = _used_rows(config, parts.blueprint, parts.samples)
+        rows = used_rows(config, parts.blueprint, parts.samples)
         kinds = forms(config, wire)
         found = measure(config, kinds, parts.mesh, parts.stages, parts.named, rows, int(wire.streams))
         fused = wire.embedding is not None and wire.embedding.sync in ("fused", "rows")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -20,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from thinwire.quantities import half_interval
 from thinwire.terminal import table, write_json
 from thinwire.train.metrics import METRICS, read_events
 
-T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # Student's t by number of seeds, 95 %
 WIRES: dict[str, dict[str, Any]] = {
     "off": {},
     "bf16": {"preset": "bf16"},
@@ -81,10 +80,8 @@ def held_out(args: argparse.Namespace, wire: str, seed: int, rate: float) -> lis
 
 def interval(values: list[float]) -> str:
     """Mean ± half of the 95 % interval."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return f"{mean:+.3f}"
-    return f"{mean:+.3f} ± {T[len(values)] * statistics.stdev(values) / math.sqrt(len(values)):.3f}"
+    half = half_interval(values)
+    return f"{statistics.fmean(values):+.3f}" + ("" if half is None else f" ± {half:.3f}")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """How many TCP connections a message is best cut over here: measured, by all members of a group together.
 
 Every member sends to the next one and receives from the one before, both at once, over one connection, then over more,
-as long as that is clearly faster. On a short or clean link one is enough; on a long or lossy one several are not
+as long as that is clearly faster. On a short and clean link one is enough, on a long or lossy one it is not
 (collectives/flows.py says why).
 """
 
@@ -38,9 +38,9 @@ def settled_streams(streams: int | str, group: Group) -> int:
 
 
 def measure_streams(group: Group) -> tuple[int, dict[int, float]]:
-    """(how many, the rate in bit/s by number of connections), the same on all members; 1 without others or on NCCL."""
-    size, _ = world(group)
-    if size == 1 or dist.get_backend(unmetered(group)) == "nccl":
+    """(how many, the rate in bit/s by number of connections), the same on all members; 1 without others, and where
+    NCCL is there, which opens connections by itself."""
+    if world(group)[0] == 1 or "nccl" in str(dist.get_backend_config(unmetered(group))):
         return 1, {}
     rates: dict[int, float] = {}
     best = COUNTS[0]

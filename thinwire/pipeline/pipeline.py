@@ -274,8 +274,8 @@ class Pipeline:
 
     def close(self) -> None:
         """Forget all memory; files of stores are removed, and what was saved is logged."""
-        for lane in self.lanes():
-            lane.close()
+        for stage in self.stages:
+            stage.disconnect()
         if self.handshake is not None:
             self.handshake.control.close()
         if self.steps > self._resumed:

@@ -127,6 +127,13 @@ class PlannedStage(OpenStage):
         self._first_tag = connections.first_tag
         self._set_predicates()
 
+    def disconnect(self) -> None:
+        """Forget all memory, and free the flows. Files of stores are removed."""
+        for lane in self.lanes.all():
+            lane.close()
+        if self.flows is not None:
+            self.flows.close()
+
     def begin_step(self, announced: Announcement, coded: bool, inputs: list[Spec] | None, repeated: bool) -> None:
         """Open the announced step.
 

@@ -144,7 +144,7 @@ def _with_streams(wire: Wire, say: Callable[[str], None]) -> Wire:
     return replace(wire, streams=count)
 
 
-def _used_rows(config: TrainConfig, blueprint: Blueprint, samples: Samples | Examples) -> int:
+def used_rows(config: TrainConfig, blueprint: Blueprint, samples: Samples | Examples) -> int:
     """How many rows of the embedding a replica's first batch uses at most; 0 where there are no two copies that train.
     The same on all ranks, also of a resumed run."""
     rank_of = config.mesh.plan().rank_of
@@ -223,7 +223,7 @@ def build(
     cut = mesh.tp if config.mesh.tp > 1 else None
     stages = build_stages(blueprint, mine, config.run.seed, config.run.device, config.run.recompute, cut)
     named = tensor.local_parameters(named_parameters(stages))
-    used = _used_rows(config, blueprint, samples)
+    used = used_rows(config, blueprint, samples)
     asked, wire = _with_rows(config, with_fitting_rank(given, named, say), blueprint, kept, used)
     _precompile(asked, wire, stages, named, say)
     decision = decide(asked, wire, mesh, stages, named, kept, say, used)

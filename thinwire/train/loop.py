@@ -105,7 +105,8 @@ class Trainer:
         while self.step < self.steps:
             self._train_step()
             last = self.step == self.steps
-            if self.plans_anew and not last and not self.agreed_to_stop:
+            planned = self.plans_anew and not last and not self.agreed_to_stop
+            if planned:
                 self._plan_anew()
             if last or (config.eval_every and self.step % config.eval_every == 0):
                 held_out = self._evaluate()
@@ -113,7 +114,7 @@ class Trainer:
                 self._save()
                 self.say(f"stopped at step {self.step}, with a checkpoint: go on with --resume")
                 return held_out
-            if last or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
+            if last or planned or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
                 self._save()
         self._write("end", seconds=self.seconds)
         publish(self.parts, self.out / "model", self.checkpoints.shared)
@@ -178,7 +179,8 @@ class Trainer:
         return held_out
 
     def _plan_anew(self) -> None:
-        """Measure and decide again, on all ranks after the same step, and go on with what fits the new plan."""
+        """Measure and decide again, on all ranks after the same step, and go on with what fits the new plan; a
+        checkpoint must follow."""
         old, typical = self.parts.decision, self.watch.typical
         assert old is not None
         self._note(f"step {self.step}: steps take {typical:.3g} s, not the planned {self.watch.expected:.3g} s")
@@ -195,7 +197,6 @@ class Trainer:
         self.watch = self._watch()
         self._restore(carried_over(state, old, new), "the new plan")
         self._write("decision", **asdict(new))
-        self._save()
 
     def _totals(self) -> Totals:
         return Totals(self.parts.engine, self.parts.update, self.config.mesh.dp * self.config.mesh.tp)

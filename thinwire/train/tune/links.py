@@ -43,10 +43,11 @@ def probe(group: dist.ProcessGroup | None, ahead: int, device: torch.device, str
     All ranks of the world call it together. streams: connections that a message is cut over, on CPUs."""
     flows = Flows(group, streams if device.type == "cpu" else 1)
     latency = latency_of(flows, ahead, device)
+    enough = LONG_ENOUGH + MANY * slowest(latency)  # the same on all ranks, which must end together
     nbytes = SMALLEST
     while True:
         took = _shift(nbytes, flows, ahead, device)
-        if slowest(took) >= LONG_ENOUGH + MANY * latency or nbytes == LARGEST:
+        if slowest(took) >= enough or nbytes == LARGEST:
             break
         nbytes *= 2
     flows.close()

@@ -58,15 +58,15 @@ class Measured:
         """The simulator's step at these levels. `fused`: the tied embedding in one exchange."""
         halves = tuple(t / 2 for t in self.backward)
         hops = {
-            Send(Traffic(way), stage, part): self._hop(way, stage, levels[way], part)
+            Send(Traffic(way), stage, 0): self._hop(way, stage, levels[way], schedule.microbatches)
             for way, rates in self.rate.items()
             for stage, rate in enumerate(rates)
-            for part in range(schedule.microbatches if rate else 0)
+            if rate
         }
         gradients = self.exchange.get("gradient")
         embedding = self.exchange.get("embedding")
         return Step(
-            schedule, Work(tuple(self.forward), halves, halves), hops.__getitem__,
+            schedule, Work(tuple(self.forward), halves, halves), lambda send: hops[send._replace(part=0)],
             self._exchange("gradient", levels["gradient"]) if gradients else [],
             self._exchange("embedding", levels["embedding"])[0][0] if embedding else None,
             fused, Machine(*self.machine), max((hop.wire for hop in hops.values()), default=0.0), closing=self.closing,
@@ -83,19 +83,21 @@ class Measured:
         waiting = self.waiting[kind][level] if kind in self.waiting else [0.0] * len(seconds)
         return [[Hop(wire=all_of_it - idle, latency=idle)] for all_of_it, idle in zip(seconds, waiting)]
 
-    def _hop(self, way: str, stage: int, level: int, part: int = 0) -> Hop:
-        """Of a message; part: its micro-batch. The first ones of a step find a connection that has been silent."""
+    def _hop(self, way: str, stage: int, level: int, count: int = 1) -> Hop:
+        """Of a message, one of `count` in a step. The first of them find a connection that has been silent; what that
+        costs is spread over all."""
         nbytes, (encode, decode) = self.size[way][level], self.coding[way][level]
-        link = self.rate[way][stage], 2 * self.latency[way][stage], self.streams
-        slower = slow_start((part + 1) * nbytes, *link) - slow_start(part * nbytes, *link)
-        return Hop(nbytes, 8 * nbytes / link[0] + slower, self.latency[way][stage], encode, decode)
+        rate, latency = self.rate[way][stage], self.latency[way][stage]
+        slower = slow_start(count * nbytes, rate, 2 * latency, self.streams) / count
+        return Hop(nbytes, 8 * nbytes / rate + slower, latency, encode, decode)
 
 
 def measure(
     config: TrainConfig, settings: Settings, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter],
     rows: int, streams: int = 1,
 ) -> Measured:  # fmt: skip
-    """Measure; all ranks call it together and measure at the same time, as they will train.
+    """Measure; all ranks call it together. Links are measured by all at the same time, as they will train; computing
+    and coding on ranks of one machine in turn.
 
     rows: how many rows of a tied embedding a batch uses. streams: connections that a message is cut over."""
     device = next(next(iter(stages.values())).parameters()).device
@@ -176,7 +178,9 @@ def _compute(config: TrainConfig, stage: Stage) -> tuple[float, float]:
 
 
 def _optimizer_seconds(named: Mapping[str, nn.Parameter]) -> float:
-    """Of AdamW's step on this rank's parameters: on a part of them, scaled."""
+    """Of AdamW's step on this rank's parameters: on a part of them, scaled; 0 where nothing is trained here."""
+    if not named:
+        return 0.0
     some: list[torch.Tensor] = []
     for parameter in named.values():
         if sum(x.numel() for x in some) < ENOUGH_VALUES:

@@ -91,7 +91,18 @@ def changed_shape_is_refused() -> None:
         reducer.finish()
 
 
+def parameter_without_a_gradient_where_ranks_do_not_ask() -> None:
+    """With agrees = False nobody knows whether others have one, and zeros in its place would be wrong."""
+    used, unused = nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(40, 30))
+    reducer = Reducer([("used", used), ("unused", unused)], Dense(), agrees=False)
+    used.grad = torch.ones(40, 30)
+    with refused("1 parameters got no gradient in this step: unused", RuntimeError):
+        reducer.exchanged()
+    reducer.close()
+
+
 CASES = [
+    parameter_without_a_gradient_where_ranks_do_not_ask,
     rank_configured_otherwise_is_named_with_the_field, second_call_is_refused_before_it_changes_anything,
     no_parameter_to_reduce_is_refused, complex_parameters_are_refused, sparse_gradients_are_refused,
     changed_shape_is_refused,

@@ -127,8 +127,11 @@ def groups_of_some_ranks_are_made_again_and_again() -> None:
     """Of two of the ranks, each destroyed before the next is made, while the other rank makes none."""
     pair = dist.new_group([0, 1])
     before = known_groups()
+    names = set()
     for number in range(4) if dist.get_rank() < 2 else ():
         again = twin(pair)
+        check(again.group_name not in names, f"group {number} has the name of one before it: it may meet dead addresses")
+        names.add(again.group_name)
         total = torch.tensor([dist.get_rank() + number])
         dist.all_reduce(total, group=again)
         check(int(total) == 2 * number + 1, f"group {number}: the sum is {int(total)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,11 +11,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from thinwire.torch_private.leaving import wait_for_gloo
 from thinwire.torch_private.versions import require
 
 require("process groups", distributed_c10d, "_world", "_get_default_store", "_get_default_group", "_hash_ranks_to_str")
 require("process groups", type(distributed_c10d._world), "pg_map", "pg_names", "group_count")
 require("process groups", dist.ProcessGroup, "_device_types", "_get_backend")
+atexit.register(wait_for_gloo)
 
 
 def known_groups() -> int:

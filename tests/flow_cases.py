@@ -130,7 +130,7 @@ def groups_of_some_ranks_are_made_again_and_again() -> None:
     names = set()
     for number in range(4) if dist.get_rank() < 2 else ():
         again = twin(pair)
-        check(again.group_name not in names, f"group {number} has the name of one before it: it may meet dead addresses")
+        check(again.group_name not in names, f"group {number} has the name of one before, with dead addresses")
         names.add(again.group_name)
         total = torch.tensor([dist.get_rank() + number])
         dist.all_reduce(total, group=again)

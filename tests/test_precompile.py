@@ -46,7 +46,7 @@ def test_large_arrays_need_no_other_kernels():
     """Precompiling is on few values; the kernels for many threads come with it."""
     wire, row = Wire.of("max"), (256, 256)
     assert wire.forward is not None and compiling.PARALLEL_VALUES <= 2 * 256 * 256 and torch.get_num_threads() > 1
-    precompile("a test", [lambda: try_link(wire.forward, (2, 64), torch.float32)], torch.empty(0), print)
+    precompile("a test", [lambda: try_link(wire.forward, (2, 64), torch.empty(0))], torch.empty(0), print)
     kernels = [version for kernel in compiling._kernels for version in (kernel.one, kernel.many)]
     before = {kernel: len(kernel.signatures) for kernel in kernels}
     sender, receiver = (Lane(wire.forward, "large", end, 0) for end in ("send", "recv"))
@@ -79,8 +79,8 @@ def test_precompiling_leaves_no_trace(dtype, tmp_path):
     state = torch.get_rng_state()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        calls = [partial(try_link, link, (3, 50), dtype) for link in links]
-        calls += [partial(try_exchange, reduction, shapes, dtype) for reduction in reductions]
+        calls = [partial(try_link, link, (3, 50), torch.empty(0, dtype=dtype)) for link in links]
+        calls += [partial(try_exchange, reduction, shapes, torch.empty(0, dtype=dtype)) for reduction in reductions]
         precompile("a test", calls, torch.empty(0), print)
     finally:
         dist.destroy_process_group()

@@ -27,16 +27,19 @@ def precompile_averaging(what: str, reduction: Reduction, named: Mapping[str, Te
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
     like = next(iter(named.values()))
     say = log.warning if world(None)[1] == 0 else log.debug
-    precompile(what, [lambda: try_exchange(reduction, shapes, like.dtype)], like, say)
+    precompile(what, [lambda: try_exchange(reduction, shapes, like)], like, say)
 
 
-def try_exchange(reduction: Reduction, shapes: Mapping[str, Shape], dtype: torch.dtype) -> None:
-    """Exchange the smallest unit that is compressed, if any is, for tensors of these shapes and dtype."""
+def try_exchange(reduction: Reduction, shapes: Mapping[str, Shape], like: Tensor) -> None:
+    """Exchange the smallest unit that is compressed, if any is, for tensors of these shapes.
+
+    like: a tensor of their dtype and device.
+    """
     units = (unit for unit in make_units(shapes, reduction) if unit.numel and not unit.exact)
     unit = min(units, key=lambda unit: unit.numel, default=None)
     if unit is None:
         return
-    x = example_values((unit.numel,), torch.promote_types(dtype, torch.float32))
+    x = example_values((unit.numel,), like, torch.promote_types(like.dtype, torch.float32))
     channel = Channel(reduction.collective.for_shapes(unit.shapes), reduction.memory, name="precompiled")
     for step in range(STEPS):
         channel.begin(step)

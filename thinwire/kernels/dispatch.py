@@ -14,6 +14,7 @@ from torch import Tensor
 
 IMPLEMENTATIONS = ("reference", "cpu", "gpu")
 FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BY_DEVICE = {"cpu": "cpu", "cuda": "gpu"}
 
 
 def choose(x: Tensor, impl: str | None = None) -> str:
@@ -27,7 +28,7 @@ def choose(x: Tensor, impl: str | None = None) -> str:
         return impl
     if x.is_floating_point() and x.dtype not in FAST_DTYPES:
         return "reference"
-    return {"cpu": "cpu", "cuda": "gpu"}.get(x.device.type, "reference")
+    return BY_DEVICE.get(x.device.type, "reference")
 
 
 def load(impl: str, op: str) -> ModuleType:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.config.wire import Link, Wire
 from thinwire.distributed.precompile import STEPS, example_values, precompile
@@ -23,16 +23,16 @@ def precompile_messages(wire: Wire, module: nn.Module, row: Sequence[int], say: 
     wire, module: the stage's. row: the shape of one sample's activation. say: takes a line about it.
     """
     like = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
-    calls = [partial(try_link, link, row, like.dtype) for link in (None, wire.forward, wire.backward)]
+    calls = [partial(try_link, link, row, like) for link in (None, wire.forward, wire.backward)]
     precompile("the pipeline", calls, like, say)
 
 
-def try_link(link: Link | None, row: Sequence[int], dtype: torch.dtype) -> None:
+def try_link(link: Link | None, row: Sequence[int], like: Tensor) -> None:
     """Send messages of a `link` (None: exact) of samples never seen, and of samples remembered.
 
-    row, dtype: of one sample's activation.
+    row: the shape of one sample's activation. like: a tensor of its dtype and device.
     """
-    x = example_values((len(SAMPLES), *row), dtype)
+    x = example_values((len(SAMPLES), *row), like)
     if link is not None and isinstance(link.memory, Memory):
         link = replace(link, memory=replace(link.memory, path=None, capacity=1.0, fixed=None))
     sender = Lane(link, "precompiled", "send", 0)

@@ -261,13 +261,13 @@ def _precompile(
     row = config.data.seq_len, some.config.hidden_size // config.mesh.tp
     shapes = {name: tuple(p.shape) for name, p in named.items()}
     like = next(some.parameters())
-    calls = [partial(try_link, link, row, like.dtype) for link in links]
+    calls = [partial(try_link, link, row, like) for link in links]
     for reduction in (*kinds["gradient"], *kinds["embedding"]):
         if reduction is not None:
-            calls.append(partial(try_exchange, reduction, shapes, like.dtype))
+            calls.append(partial(try_exchange, reduction, shapes, like))
             if reduction.rows_codec is not None:
                 rows = [Link(reduction.rows_codec, memory) for memory in (Delta("native", gate=False), Plain())]
-                calls += [partial(try_link, link, (some.config.hidden_size,), like.dtype) for link in rows]
+                calls += [partial(try_link, link, (some.config.hidden_size,), like) for link in rows]
     precompile("the wire", calls, like, say)
 
 

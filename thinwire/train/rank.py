@@ -157,7 +157,12 @@ def join(backend: str, limit: timedelta) -> None:
 
 
 def take_card(local_rank: int) -> None:
-    """Choose this rank's GPU; with fewer GPUs than ranks they are shared (NCCL then needs NCCL_HOSTID set)."""
+    """Choose this rank's GPU; with fewer GPUs than ranks they are shared (NCCL then needs NCCL_HOSTID set).
+
+    torch's own kernels are loaded now, unless the user says otherwise: one that is loaded in a step waits for kernels
+    of NCCL, which wait for another rank (kernels/gpu/launch.py).
+    """
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if not torch.cuda.is_available():
         raise UsageError('[run] device = "cuda": torch sees no CUDA device here; allowed is cpu')
     torch.cuda.set_device(local_rank % torch.cuda.device_count())

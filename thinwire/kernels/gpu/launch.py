@@ -5,10 +5,15 @@
 
 Triton finds the compiled kernel anew at every launch, from the arguments, and the host spends three times as long on
 that as on the launch itself. So it is found once for arguments of a kind, and called by its own handle then.
+
+Loading a kernel onto the card waits for all that runs there. A kernel of NCCL may run until another rank sends, and
+that rank may be loading too: then both wait for ever. So kernels are called before the first message
+(distributed/precompile.py), and `new_kernels` = "refuse" finds those that were not.
 """
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 
 import torch
@@ -17,6 +22,9 @@ from triton.runtime.interpreter import InterpretedFunction
 
 TILE = 4096  # values a program handles: 32 a thread at four warps, enough loads in flight to fill the bus
 _compiled = {}  # everything that Triton compiles a kernel for → (the kernel, compiled, its constants in order)
+new_kernels = (
+    "load"  # one that was not called before; "expect": also for messages at other addresses; "refuse": an error
+)
 
 
 def launch(kernel, programs, first, *args, warps=4, registers=None, **constants):
@@ -30,15 +38,16 @@ def launch(kernel, programs, first, *args, warps=4, registers=None, **constants)
         if isinstance(x, torch.Tensor) and not x.is_contiguous():
             raise ValueError("GPU kernels take contiguous tensors")
     options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
+    if not programs:
+        return
     if not first.is_cuda:
         if not isinstance(kernel, InterpretedFunction):
             raise ValueError(
                 f"impl='gpu' was given a tensor on {first.device}: it needs CUDA tensors "
                 "(or TRITON_INTERPRET=1 in the environment before triton is imported, for tests)"
             )
-        if programs:
-            kernel[(programs,)](*args, **constants, **options)
-    elif programs:
+        _run(kernel, programs, args, constants, options)
+    else:
         same = first.get_device() == torch.cuda.current_device()
         with nullcontext() if same else torch.cuda.device(first.device):
             _run(kernel, programs, args, constants, options)
@@ -47,20 +56,44 @@ def launch(kernel, programs, first, *args, warps=4, registers=None, **constants)
 def _run(kernel, programs, args, constants, options):
     key = id(kernel), args[0].get_device(), *options.values(), *constants.items(), *map(kind, args)
     found = _compiled.get(key)
-    if found is not None:
+    if found is not None and found[1] is not None:
         _, compiled, order = found
         compiled[(programs, 1, 1)](*args, *order)
-    else:
-        compiled = kernel[(programs,)](*args, **constants, **options)
-        _compiled[key] = kernel, compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+        return
+    if found is None and new_kernels == "refuse":
+        raise RuntimeError(f"kernel {kernel.__name__} is loaded in a step: it was not called before the first one")
+    compiled = kernel[(programs,)](*args, **constants, **options)  # by the interpreter: None
+    _compiled[key] = kernel, compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    if found is None and new_kernels == "expect":
+        for others in otherwise_aligned(args):
+            _run(kernel, programs, others, constants, options)
+
+
+def otherwise_aligned(args):
+    """Copies of the arguments in which messages (uint8) lie at other addresses: a multiple of 16, or not.
+
+    Where in a message a sample's part begins depends on the parts before it, so all of these may come in a step.
+    """
+    messages = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.dtype == torch.uint8]
+    now = tuple(bool(args[i].data_ptr() % 16) for i in messages)
+    for offsets in itertools.product((False, True), repeat=len(messages)):
+        if offsets != now:
+            copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+            for i, offset in zip(messages, offsets):
+                room = torch.empty(args[i].numel() + 16, dtype=torch.uint8, device=args[i].device)
+                copies[i] = room[offset : offset + args[i].numel()].view(args[i].shape).copy_(args[i])
+            yield copies
 
 
 def kind(x):
-    """What Triton may compile a kernel for: of a tensor dtype and alignment, of an integer type and divisibility."""
+    """What Triton compiles a kernel for: of a tensor dtype and alignment, of an integer its size.
+
+    Not an integer's value: all our kernels name their integers in `do_not_specialize`.
+    """
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
     if type(x) is int:
-        return x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31, x < 1 << 63
+        return -(1 << 31) <= x < 1 << 31, x < 1 << 63
     return type(x)
 
 

@@ -75,8 +75,8 @@ def otherwise_aligned(args):
     Where in a message a sample's part begins depends on the parts before it, so all of these may come in a step.
     """
     messages = [i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.dtype == torch.uint8]
-    now = tuple(bool(args[i].data_ptr() % 16) for i in messages)
-    for offsets in itertools.product((False, True), repeat=len(messages)):
+    now = tuple(8 * bool(args[i].data_ptr() % 16) for i in messages)
+    for offsets in itertools.product((0, 8), repeat=len(messages)):
         if offsets != now:
             copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
             for i, offset in zip(messages, offsets):

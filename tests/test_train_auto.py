@@ -247,7 +247,7 @@ def test_a_new_plan_keeps_residuals_and_what_did_not_change(tmp_path):
 @pytest.mark.lab
 @pytest.mark.timeout(200)
 def test_a_run_follows_its_network_and_can_be_resumed_from_there(tmp_path):
-    """Begun without a limit, and so exact; at 2 Mb/s it plans anew. Resumed from there, the same bits."""
+    """Begun where little needs compressing, it plans anew at 2 Mb/s. Resumed from there, the same bits."""
 
     def run(name: str, steps: int) -> TrainConfig:
         return settings(
@@ -272,7 +272,7 @@ def test_a_run_follows_its_network_and_can_be_resumed_from_there(tmp_path):
         shutil.copytree(tmp_path / "followed" / folder, tmp_path / "again" / folder)
         resumed = net.run(without_measuring, [(run("again", 26), True)], timeout=60, echo=False)
     plans = [e["wire"] for e in events("decision")]
-    assert "gradient" not in plans[0] and "gradient" in plans[-1] and last > first >= 0
+    assert plans[0] != plans[-1] and "gradient" in plans[-1] and last > first >= 0
     assert all(rank.decision == ranks[0].decision for rank in ranks) and ranks[0].decision.wire == plans[-1]
     assert losses(tmp_path / "again") == losses(tmp_path / "followed")[last:] != []
     assert merged([[rank.weights] for rank in ranks]) == merged([[rank[0].weights] for rank in resumed])

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from thinwire.errors import UsageError
 from thinwire.planner.actions import Kind, Schedule, from_lists, parse_action, read_csv, write_csv
-from thinwire.planner.schedule import SCHEDULES, generate
+from thinwire.planner.schedule import SCHEDULES, generate, generate_ahead
 from thinwire.planner.simulate import simulate
 from thinwire.planner.step import Hop, Step, Work
 
@@ -187,3 +187,15 @@ def test_printed_form() -> None:
     assert text[0] == "rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD"
     assert text[1] == "rank 1: 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1REDUCE_GRAD"
     assert parse_action("(3F5;4B1)OVERLAP_F_B").flat()[1].kind is Kind.B
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 4))
+def test_ahead_begins_more_and_does_the_same_work(ranks, microbatches, ahead):
+    """As run_ahead makes torch's 1F1B do it: ahead · (P − 1 − r) + 1 forwards before a rank's first backward."""
+    found, plain = generate_ahead(ranks, microbatches, ahead), generate("1F1B", ranks, microbatches)
+    for rank, actions in enumerate(found.ranks):
+        kinds = [action.kind for action in actions]
+        assert kinds.index(Kind.B) == min(microbatches, ahead * (ranks - 1 - rank) + 1)
+        assert set(actions) == set(plain.ranks[rank]) and len(actions) == 2 * microbatches
+        assert [a for a in actions if a.kind is Kind.B] == [a for a in plain.ranks[rank] if a.kind is Kind.B]
+    assert generate_ahead(ranks, microbatches, 1) == plain

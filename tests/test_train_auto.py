@@ -22,7 +22,7 @@ from thinwire.train import build
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.metrics import read_events
 from thinwire.train.tune.auto import KINDS, Decision, decision, describe, level_tables
-from thinwire.train.tune.replan import STEPS, StepWatch, carried_over
+from thinwire.train.tune.replan import STEPS, StepWatch, carried_over, is_same
 from thinwire.train.tune.timing import Measured
 
 lab = pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)")
@@ -37,16 +37,16 @@ def config(tmp_path, wire: dict[str, Any], **changed: Any) -> TrainConfig:
     return settings(tmp_path, wire, mesh=DEEP, optim={"batch": 16}, **changed)
 
 
-def fed(run: TrainConfig, rate: float, other: dict[int, float] | None = None) -> Measured:
+def fed(run: TrainConfig, rate: float, other: dict[int, float] | None = None, latency: float = 1e-4) -> Measured:
     """Stages of 10 ms forward, codecs of 1 ms a message, links of `rate` bit/s but those from stages in `other`."""
-    tables, count = level_tables(run), DEEP["pp"]
+    tables, count = level_tables(run), run.mesh.pp
     size = {kind: [4 * VALUES / _shrinks(table) for table in tables[kind]] for kind in KINDS}
     rates = [(other or {}).get(stage, rate) for stage in range(count)]
     exchange = [[8 * nbytes / rate] * count for nbytes in size["gradient"]]
     return Measured(
         [0.01] * count, [0.02] * count,
         {"forward": [*rates[:-1], 0.0], "backward": [0.0, *rates[1:]]},
-        {way: [1e-4] * count for way in WAYS}, size,
+        {way: [latency] * count for way in WAYS}, size,
         {way: [[0.0, 0.0], *([1e-3, 1e-3] for _ in tables[way][1:])] for way in WAYS},
         {"gradient": exchange, "embedding": [row[:1] for row in exchange]},
     )  # fmt: skip
@@ -111,6 +111,21 @@ def test_only_the_slow_boundary_is_compressed(tmp_path):
     assert {(t, s) for t, s, _ in found.sends} == {("forward", 1), ("backward", 1)}
     assert found.wire["forward"]["when"] == "critical" and "gradient" not in found.wire and found.stages == []
     assert "from stages [1], 8 messages" in describe(found)
+
+
+def test_more_micro_batches_are_begun_ahead_where_links_are_long(tmp_path):
+    """As many as pay: a longer link never gets fewer. What the user gives stays, and so does a schedule without it."""
+
+    def ahead(latency: float, **mesh: Any) -> Decision:
+        run = settings(tmp_path, {"auto": True}, mesh={"pp": 2, "microbatches": 8, **mesh}, optim={"batch": 16})
+        return chosen(run, fed(run, 1e12, latency=latency))
+
+    found = [ahead(latency) for latency in (0.0, 1e-3, 5e-2, 2e-1)]
+    assert [one.ahead for one in found] == sorted(one.ahead for one in found)
+    assert found[0].ahead == 1 and found[-1].ahead == 3 and "[mesh] ahead = 3" in describe(found[-1])
+    assert found[-1].seconds < ahead(2e-1, ahead=1).seconds and ahead(2e-1, ahead=1).ahead == 1
+    assert ahead(0.0, ahead=2).ahead == 2 and ahead(2e-1, schedule="GPipe").ahead == 1
+    assert Decision.unpack(found[-1].pack()) == found[-1] and not is_same(found[-1], replace(found[-1], ahead=2))
 
 
 def test_the_given_wire_is_the_most_that_is_done(tmp_path):

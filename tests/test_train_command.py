@@ -68,7 +68,6 @@ def test_init_writes_what_train_reads(tmp_path, capsys):
     ("depth = 2", "", [], "depth"),
     ("", "[wire]\npreset = 'maximum'", [], "maximum"),
     ("", "[wire]\nauto = 'yes'", [], "auto = 'yes'"),
-    ("ahead = 2", "[wire]\nauto = true", [], "[mesh] ahead = 2: auto, critical and slack decide for torch's own order"),
     ("", "[wire.gradient]\ncollective = 'low_rank'\nrank = 2\nstages = [1]", [], "the last of 1 stages is 0"),
     ("", "", ["--rate", "1mbit"], "--rate is for ranks on hosts of the lab: give --local 1"),
     ("", "", ["--latency", "1ms"], "--latency is for"),

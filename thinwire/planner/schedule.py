@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thinwire.errors import UsageError
 from thinwire.planner.actions import Action, Kind, Schedule
@@ -79,15 +79,15 @@ def _pairs(forwards: Sequence[Slot], backwards: Sequence[Slot], warmup: int) -> 
     return out
 
 
-def _one_f_one_b(p: int, m: int, v: int, rank: int) -> list[Action]:
+def _one_f_one_b(p: int, m: int, v: int, rank: int, ahead: int = 1) -> list[Action]:
+    """With ahead · (P−1−r) forwards before the first pair."""
     slots = [(rank, i) for i in range(m)]
-    return _pairs(slots, slots, min(m, p - 1 - rank))
+    return _pairs(slots, slots, min(m, ahead * (p - 1 - rank)))
 
 
 def _doubled_warmup(p: int, m: int, v: int, rank: int) -> list[Action]:
     """1F1B with 2(P−1−r) forwards ahead: a hop each way is hidden, for twice the stored activations."""
-    slots = [(rank, i) for i in range(m)]
-    return _pairs(slots, slots, min(m, 2 * (p - 1 - rank)))
+    return _one_f_one_b(p, m, v, rank, 2)
 
 
 def _rounds(p: int, m: int, v: int, rank: int) -> tuple[list[Slot], list[Slot], int]:
@@ -250,6 +250,12 @@ def generate(name: str, ranks: int, microbatches: int, virtual: int | None = Non
     v = _check(title, recipe, ranks, microbatches, virtual)
     rows = tuple(tuple(recipe.generate(ranks, microbatches, v, r)) for r in range(ranks))
     return Schedule(title, rows, tuple(_placed(ranks, v, recipe.v_shaped)), microbatches)
+
+
+def generate_ahead(ranks: int, microbatches: int, ahead: int) -> Schedule:
+    """1F1B in which rank r begins ahead · (P−1−r) micro-batches before its first pair; 1 is 1F1B itself."""
+    plain = generate("1F1B", ranks, microbatches)
+    return replace(plain, ranks=tuple(tuple(_one_f_one_b(ranks, microbatches, 1, r, ahead)) for r in range(ranks)))
 
 
 def _placed(ranks: int, virtual: int, v_shaped: bool) -> Iterator[int]:

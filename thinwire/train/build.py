@@ -38,7 +38,7 @@ from thinwire.train.model.blueprint import Blueprint, build_stages, named_parame
 from thinwire.train.model.encoder import check_schedule
 from thinwire.train.model.families import Classes, read_supported
 from thinwire.train.model.stage import Stage
-from thinwire.train.tune.auto import Decision, check_auto, decide, forms, is_asked, is_kept
+from thinwire.train.tune.auto import Decision, check_auto, decide, forms, is_kept
 from thinwire.train.tune.layer_times import cut_by_time
 from thinwire.train.tune.selection import select, with_fitting_rank
 from thinwire.train.update import Update
@@ -93,10 +93,6 @@ def check(config: TrainConfig) -> Checked:
     """Check wire, data, and that the model can be split as the mesh says; mistakes are UsageErrors."""
     wire = Wire.of(config.wire)
     check_auto(wire)
-    if config.mesh.ahead > 1 and is_asked(wire):
-        raise UsageError(
-            f"[mesh] ahead = {config.mesh.ahead}: auto, critical and slack decide for torch's own order; take 1"
-        )
     source = config.model.path or config.model.config
     kind = config.task.kind
     found = read_supported(source, kind) if source else None  # before its tokenizer, whose faults would hide its type
@@ -239,7 +235,7 @@ def build(
     engine: Alone | Piped = (
         Alone(config, stages[0])
         if config.mesh.pp == 1
-        else Piped(config, wire, plan, mesh, stages, len(samples.train), say)
+        else Piped(_with_depth(config, decision), wire, plan, mesh, stages, len(samples.train), say)
     )
     chosen = select(config, wire, decision, stages, named)
     shared = [] if config.mesh.pp == 1 else next(iter(stages.values())).shared
@@ -269,6 +265,11 @@ def _precompile(
                 rows = [Link(reduction.rows_codec, memory) for memory in (Delta("native", gate=False), Plain())]
                 calls += [partial(try_link, link, (some.config.hidden_size,), like) for link in rows]
     precompile("the wire", calls, like, say)
+
+
+def _with_depth(config: TrainConfig, decision: Decision | None) -> TrainConfig:
+    """With the `[mesh] ahead` that was decided."""
+    return config if decision is None else replace(config, mesh=replace(config.mesh, ahead=decision.ahead))
 
 
 def _tied(stages: Mapping[int, Stage]) -> str | None:

@@ -120,13 +120,13 @@ class Piped:
         ]  # fmt: skip
         self.loss = Loss(config.mesh.dp)
         row = config.data.seq_len, self.width
-        overlap = config.mesh.ahead > 1 or (self.device.type == "cuda" and config.mesh.schedule in SINGLE_STAGE)
+        overlap = config.mesh.depth > 1 or (self.device.type == "cuda" and config.mesh.schedule in SINGLE_STAGE)
         self.pipeline = Pipeline(self.parts, plan=plan, samples=samples, row=row, say=say, overlap=overlap)
         kind = get_schedule_class(config.mesh.schedule)
         given: Any = self.parts if issubclass(kind, PipelineScheduleMulti) else self.parts[0]
         self.schedule: Any = kind(given, config.mesh.microbatches, loss_fn=self.loss, scale_grads=False)
-        if config.mesh.ahead > 1:
-            run_ahead(self.schedule, config.mesh.ahead)
+        if config.mesh.depth > 1:
+            run_ahead(self.schedule, config.mesh.depth)
         self.first, self.last = mesh.is_first, mesh.is_last
 
     def run(

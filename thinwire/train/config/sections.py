@@ -12,7 +12,7 @@ from thinwire.config.presets import PRESETS
 from thinwire.config.toml import read_toml
 from thinwire.errors import UsageError
 from thinwire.planner.actions import Schedule
-from thinwire.planner.schedule import TORCH_SCHEDULES, generate, torch_schedule
+from thinwire.planner.schedule import TORCH_SCHEDULES, generate, generate_ahead, torch_schedule
 from thinwire.train.config.families import FAMILIES, TENSOR_PARALLEL
 from thinwire.train.config.fields import (
     column,
@@ -30,6 +30,7 @@ from thinwire.train.config.fields import (
 from thinwire.train.config.task import FORMATS, TaskConfig, check_columns, check_task
 
 INFINITY = float("inf")
+AHEAD = ("'auto', or a whole number, 1 or more", lambda v: v == "auto" or (type(v) is int and v >= 1))
 FREEZE = ("'epoch', or a whole number, 1 or more", lambda v: v == "epoch" or (type(v) is int and v >= 1))
 
 
@@ -126,7 +127,10 @@ class MeshConfig:
     )
     virtual: int | None = key(None, whole(1), "stages per rank, for the interleaved schedules", 2)
     microbatches: int = key(4, whole(1), "per pipeline pass")
-    ahead: int = key(1, whole(1), "1F1B: begin more micro-batches before the first backward; 2 or 3 hide slow links")
+    ahead: int | str = key(
+        "auto", AHEAD, "1F1B: begin so many times the micro-batches before the first backward; 2 or 3 hide slow links. "
+        "auto: 1, or with [wire] auto what fits the measured links",
+    )  # fmt: skip
     split: str = key(
         "parameters", one_of("parameters", "time"), "layers over stages by parameters, or by measured time"
     )
@@ -137,14 +141,21 @@ class MeshConfig:
             self.plan()
         except UsageError as error:
             raise UsageError(f"[mesh] {error}") from None
-        if self.ahead > 1 and self.schedule != "1F1B":
+        if self.depth > 1 and self.schedule != "1F1B":
             raise UsageError(f"[mesh] ahead = {self.ahead}: is for 1F1B; {self.schedule} takes 1")
         if self.schedule == "1F1B" and self.microbatches < self.pp:
             raise UsageError(f"[mesh] microbatches = {self.microbatches}: 1F1B needs at least pp = {self.pp}")
 
     def plan(self) -> Schedule:
         """What each pipeline rank computes, and where each stage lies (`rank_of`)."""
+        if self.depth > 1 and self.schedule == "1F1B":
+            return generate_ahead(self.pp, self.microbatches, self.depth)
         return generate(self.schedule, self.pp, self.microbatches, self.virtual)
+
+    @property
+    def depth(self) -> int:
+        """`ahead` as a number: 1 unless it was given, or decided."""
+        return 1 if isinstance(self.ahead, str) else self.ahead
 
     @property
     def ranks(self) -> int:

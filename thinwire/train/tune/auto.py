@@ -23,16 +23,17 @@ from thinwire.config.wire import Wire
 from thinwire.distributed.values import broadcast_json
 from thinwire.errors import UsageError
 from thinwire.planner.critical import choose_by, mixed
-from thinwire.planner.mildest import mildest
+from thinwire.planner.mildest import WORTH, mildest
 from thinwire.planner.simulate import simulate
 from thinwire.planner.step import Send, Step, Traffic
 from thinwire.quantities import show_rate
-from thinwire.train.config.sections import TrainConfig
+from thinwire.train.config.sections import MeshConfig, TrainConfig
 from thinwire.train.mesh import Mesh
 from thinwire.train.model.stage import Stage
 from thinwire.train.tune.timing import WAYS, Measured, measure
 
 KINDS = ("gradient", "embedding", "backward", "forward")  # relaxed in this order: what costs most quality comes first
+MOST_AHEAD = 3  # [mesh] ahead: beyond it nothing more was won (docs/gpu.md)
 KEPT = ("warmup", "exclude", "exact_dims", "unit_mb", "sync", "rows_codec")  # of the given section, at every level
 Table = dict[str, Any]
 
@@ -49,6 +50,7 @@ class Decision:
     exact: float  # of one with nothing compressed
     measured: Table
     expected: float | None = None  # seconds of a step, once measured ones did not agree with the simulated
+    ahead: int = 1  # [mesh] ahead
 
     def picked(self) -> frozenset[Send]:
         return frozenset(Send(Traffic(t), s, m) for t, s, m in self.sends)
@@ -126,11 +128,30 @@ def level_tables(config: TrainConfig) -> dict[str, list[Table]]:
 def decision(config: TrainConfig, wire: Wire, tables: Mapping[str, list[Table]], measured: Measured) -> Decision:
     """The decision that follows from what was measured, on whichever rank.
 
-    tables: what `level_tables` returned."""
+    tables: what `level_tables` returned. Where `[mesh] ahead` is left to it: the least that is not clearly slower than
+    another, since each keeps more activations.
+    """
+    made = [_decision(config, wire, tables, measured, depth) for depth in _depths(config.mesh, wire)]
+    least = min(one.seconds for one in made)
+    return next(one for one in made if one.seconds <= WORTH * least)
+
+
+def _depths(mesh: MeshConfig, wire: Wire) -> list[int]:
+    """The values of `[mesh] ahead` to choose from, until all micro-batches are begun before the first backward."""
+    if mesh.ahead != "auto" or not wire.auto or mesh.schedule != "1F1B" or mesh.pp == 1:
+        return [mesh.depth]
+    return [depth for depth in range(1, MOST_AHEAD + 1) if (depth - 1) * (mesh.pp - 1) + 1 < mesh.microbatches]
+
+
+def _decision(
+    config: TrainConfig, wire: Wire, tables: Mapping[str, list[Table]], measured: Measured, depth: int
+) -> Decision:
+    """The decision with that `[mesh] ahead`."""
+    schedule = replace(config.mesh, ahead=depth).plan()
     fused = wire.embedding is not None and wire.embedding.sync in ("fused", "rows")
 
     def step(levels: Mapping[str, int]) -> Step:
-        return measured.step(config.mesh.plan(), levels, fused)
+        return measured.step(schedule, levels, fused)
 
     def seconds(some: Step) -> float:
         before = simulate(replace(some, gradients=(), embedding=None)).makespan if config.optim.accumulate > 1 else 0.0
@@ -151,7 +172,9 @@ def decision(config: TrainConfig, wire: Wire, tables: Mapping[str, list[Table]],
         stages = choice.gradients
         final = choice.result.step
     listed = sorted([str(t), s, m] for t, s, m in sends)
-    return Decision(_run(config), table, listed, sorted(stages), seconds(final), seconds(step(none)), asdict(measured))
+    return Decision(
+        _run(config), table, listed, sorted(stages), seconds(final), seconds(step(none)), asdict(measured), ahead=depth
+    )
 
 
 def _on_edges(
@@ -193,6 +216,7 @@ def describe(chosen: Decision) -> str:
     kinds = [part for part in parts if part.split()[0] in chosen.measured["size"]]
     speeds = [rate for way in rates.values() for rate in way if rate]
     links = f", links of {show_rate(min(speeds))}" if speeds else ""
+    links += f"; [mesh] ahead = {chosen.ahead}" if chosen.ahead > 1 else ""
     return (
         f"planned: {'; '.join(kinds) or 'nothing crosses a network'}; a step of {chosen.seconds:.3g} s is expected, "
         f"{chosen.exact:.3g} s with nothing compressed{links}"

@@ -52,7 +52,7 @@ class StepWatch:
 
 def is_same(old: Decision, new: Decision) -> bool:
     """Would both send the same?"""
-    return (old.wire, old.sends, old.stages) == (new.wire, new.sends, new.stages)
+    return (old.wire, old.sends, old.stages, old.ahead) == (new.wire, new.sends, new.stages, new.ahead)
 
 
 def carried_over(state: Mapping[str, Tensor], old: Decision, new: Decision) -> dict[str, Tensor]:

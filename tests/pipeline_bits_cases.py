@@ -155,7 +155,7 @@ def accumulated_step_adds_to_the_gradients() -> None:
 
 
 def changing_loss_scale_changes_no_bit() -> None:
-    """What arrives, unscaled, is the same."""
+    """What arrives, unscaled, is the same; also after steps that were dropped while the scale changed."""
     wire = Wire(backward=Link(Quantize(3, block=16), ErrorFeedback()))
     scale = {"now": 1.0}
     still, moving = Run("1F1B", 4, wire), Run("1F1B", 4, wire, scale=lambda: scale["now"])
@@ -166,6 +166,9 @@ def changing_loss_scale_changes_no_bit() -> None:
         still.step(x, y)
         moving.step(x, y)
         check_equal(f"step {step}", {name: g / factor for name, g in moving.gradients().items()}, still.gradients())
+        scale["now"] = 4 * factor
+        moving.step(torch.full_like(x, torch.nan), y)
+        check(moving.pipe.skipped, f"a step of NaN after step {step} was kept")
 
 
 def narrow(index: int) -> nn.Module:

@@ -87,7 +87,7 @@ class Pipeline:
         self.skips = 0
         self.healed = 0
         self._resumed = 0  # of the steps, those that a loaded state had made
-        self._scale = 1.0
+        self._scale = self._step_scale = 1.0  # the unit of the residuals, and in the open step
         self._shapes: Shapes | None = None
         self._prefetch = Prefetch()
         self._warm_when_loaded: int | None = None  # warm visits when state was loaded, until samples are found again
@@ -144,9 +144,8 @@ class Pipeline:
         self.announced = announced
         for stage in self.stages:
             stage.begin_step(announced, coded, None if inputs is None else inputs[stage.stage_index], repeated)
-        scale = self.scale() if train else self._scale
-        if scale != self._scale:
-            self._rescale(scale)
+        self._step_scale = self.scale() if train else self._scale
+        self._rescale()
         if coded and announced.ids is not None:
             check = handshake.control.compare_mirrors(announced.ids)
             self._found_mirrors = check.found
@@ -222,14 +221,14 @@ class Pipeline:
         for line in store_estimate(self.lanes(), self.samples) if keep and self.steps == 1 and self.row is None else ():
             self.say(line)
         if keep:
+            self._scale = self._step_scale
             self._warn_of_shape()
 
-    def _rescale(self, scale: float) -> None:
-        """The loss scale has changed: residuals of gradients are in another unit from now on."""
+    def _rescale(self) -> None:
+        """Where the loss scale has changed, residuals are in another unit; from now on, if the step is kept."""
         for lane in (stage.lanes.outgoing.get("backward") for stage in self.stages):
-            if lane is not None:
-                lane.rescale(scale / self._scale)
-        self._scale = scale
+            if lane is not None and self._step_scale != self._scale:
+                lane.rescale(self._step_scale / self._scale)
 
     # --- what stages call (planned_stage.Owner)
 

@@ -76,6 +76,14 @@ def test_where_all_are_damaged_nothing_begins_anew_in_silence(tmp_path, alone):
         kept.newest_sound(lambda line: None)
 
 
+def test_a_checkpoint_that_cannot_be_compared_is_not_taken_in_silence(tmp_path, alone):
+    kept, said = saved(tmp_path), []
+    assert kept.newest_sound(said.append) == kept.newest() and not said
+    for file in kept.newest().glob("*checksums*"):
+        file.unlink()
+    assert kept.newest_sound(said.append) == kept.newest() and "has no checksums" in said[0]
+
+
 def test_several_look_at_a_part_of_the_files_each(tmp_path):
     files = [tmp_path / f"__{rank}_0.distcp" for rank in range(3)]
     for number, file in enumerate(files):

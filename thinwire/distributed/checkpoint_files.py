@@ -81,14 +81,19 @@ def write_checksums(folder: Path, files: Iterable[Path], rank: int, ranks: int) 
     target.write_text(json.dumps(listed, indent=1) + "\n")
 
 
+def lists_of(folder: Path) -> list[Path]:
+    """The checkpoint's lists of checksums, one per rank that wrote it; none in a version before 0.2."""
+    return sorted(file for file in folder.iterdir() if LIST.fullmatch(file.name))
+
+
 def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     """What is wrong with the checkpoint in the folder; None where nothing is.
 
     part, parts: of several processes that look together, each compares the contents of every `parts`-th file only.
-    A checkpoint without any list is of a version before 0.2, and is not compared.
+    A checkpoint without any list is not compared: whoever takes it says so.
     """
     listed: dict[str, str] = {}
-    lists = sorted(file for file in folder.iterdir() if LIST.fullmatch(file.name))
+    lists = lists_of(folder)
     if not lists:
         return None
     ranks = {int(_named(file)[2]) for file in lists}

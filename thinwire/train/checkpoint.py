@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from thinwire.distributed.checkpoint_files import METADATA, CheckpointReader, find_damage, write_checksums
+from thinwire.distributed.checkpoint_files import METADATA, CheckpointReader, find_damage, lists_of, write_checksums
 from thinwire.distributed.values import broadcast_json, gather_json
 from thinwire.errors import RunFailed, UsageError
 from thinwire.train.model.tensor_parallel import plain_name
@@ -107,7 +107,8 @@ class Checkpoints:
         """The newest that all ranks have and in which no file has changed since it was written; None: there is none.
 
         Machines that share no folder may have been stopped at different moments. `say` is called with a line per
-        damaged checkpoint. UsageError where there are checkpoints and all of them are damaged.
+        damaged checkpoint, and where nothing can be compared. UsageError where there are checkpoints and all of them
+        are damaged.
         """
         mine = [int(p.name.removeprefix(PREFIX)) for p in whole(self.folder)]
         common = set(mine).intersection(*gather_json(mine))
@@ -115,6 +116,9 @@ class Checkpoints:
             path = self.folder / f"{PREFIX}{step:08d}"
             damage = next((found for found in gather_json(self._damage(path)) if found is not None), None)
             if damage is None:
+                own = path / f"rank-{self.rank}"
+                if not lists_of(own if own.exists() else path):
+                    say(f"{path} has no checksums, as before 0.2, or they were deleted: its files are not compared")
                 return path
             say(f"{path} is damaged and is left out: {damage}")
         if common:

@@ -20,6 +20,7 @@ from thinwire.codecs.frame import BYTES
 from thinwire.errors import UsageError
 
 
+@pytest.mark.slow
 @given(st.sampled_from(MEMORIES), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.data())
 def test_mirrors_stay_equal_in_any_order(memory, dtype, data):
     """Random keys in random order, steps committed or rolled back: sizes as announced, mirrors bitwise equal."""

@@ -53,6 +53,7 @@ def test_mistakes_are_one_line_and_status_two(words):
     assert "Traceback" not in done.stderr and done.stderr.strip().splitlines()[-1].startswith("thinwire")
 
 
+@pytest.mark.slow
 def test_doctor_finds_what_the_library_needs(tmp_path, capsys):
     assert main(["doctor", "--json", str(tmp_path / "d.json")]) == 0
     findings = {f["name"]: f for f in json.loads((tmp_path / "d.json").read_text())}
@@ -74,6 +75,7 @@ def test_bench_codecs_measures_and_writes(tmp_path, capsys):
     assert "Ratios" in said and "asked" not in said and result["ratios"][0].keys() == {"what", "ratio"}
 
 
+@pytest.mark.slow
 def test_json_into_nowhere_is_one_line(capsys):
     assert main(["doctor", "--json", "/proc/nowhere/x.json"]) == 2
     assert "cannot write /proc/nowhere/x.json" in capsys.readouterr().err

@@ -258,6 +258,7 @@ def test_xi():
 SWITCHES = ("rotation", "bucketing", "repartition", "balancing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", range(5))
 def test_nothing_is_lost_in_80_steps(draw):
     """Σ residual′ + P·mean = Σ(residual + gradient), in float64 on each step, with random P, k, scope and coding; with

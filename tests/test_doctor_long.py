@@ -76,6 +76,7 @@ def listener() -> Iterator[tuple[int, list[str]]]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_on_loopback_every_flow_is_served(listener: tuple[int, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "LONG", 0.0)
     monkeypatch.setattr(flows, "LONGEST", 0.3)
@@ -90,6 +91,7 @@ def test_on_loopback_every_flow_is_served(listener: tuple[int, list[str]], monke
     assert heard.count("flows") == 4 and set(heard) == set(probe.ANSWERS)
 
 
+@pytest.mark.slow
 def test_what_may_not_be_asked(listener: tuple[int, list[str]]) -> None:
     for wrong in ({"count": 17}, {"count": 0}, {"count": True}, {"send": 1}, {"receive": "x"}):
         with reach(("127.0.0.1", listener[0])) as peer:

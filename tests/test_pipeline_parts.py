@@ -150,6 +150,7 @@ def tried(lane: Lane, kind: str, steps: range) -> None:
         lane.end_step(keep=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("codec", "kind", "lazy"), [
     (c.Quantize(3), "common", True), (c.Quantize(3), "apart", False),
     (c.Quantize(3), "drift", True),  # activations differ, errors do not
@@ -282,6 +283,7 @@ def visit(lanes: tuple[Lane, Lane], step: int, ids: tuple[int, ...], x: torch.Te
         lane.end_step(keep=True)
 
 
+@pytest.mark.slow
 def test_a_file_store_stays_on_disk(tmp_path):
     """64 MB remembered at two ends, visited twice: resident memory grows by a fraction of it."""
     link = Link(c.Quantize(4), m.Delta(cold=c.Quantize(8), path=str(tmp_path)))

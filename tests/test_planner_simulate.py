@@ -253,6 +253,7 @@ def test_the_set_from_slack_is_no_slower_than_everything(step: Step) -> None:
     assert choice.result.makespan <= simulate(packed).makespan + 1e-9 * (1 + choice.result.makespan)
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks() -> None:
     """The size only: 1,024 ranks × 64 micro-batches; docs/planner.md has the time."""
     schedule = generate("1F1B", 1024, 64)

@@ -175,6 +175,7 @@ def look(page: Path, picture: Path, *options: str) -> Any:
     return np.asarray(Image.open(picture).convert("RGB")).astype(int)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_browser_shows_it(made: Path) -> None:
     """Light by default, dark where the reader prefers it (figures too), and never wider than a small window."""
@@ -261,6 +262,7 @@ def captions(page: Path) -> dict[str, str]:
     return {next(f.iter("img")).attrib["alt"]: "".join(next(f.iter("figcaption")).itertext()) for f in figures}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [40, 200])
 def test_captions_speak_of_what_is_drawn(steps: int, tmp_path: Path) -> None:
     """A short series is one line, a long one a thin and a thick; one run alone has no ring and no other curve."""

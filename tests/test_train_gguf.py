@@ -150,6 +150,7 @@ def small_checkpoint(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_gguf_file_becomes_a_folder_and_damaged_ones_do_not(tmp_path) -> None:
     pytest.importorskip("gguf")
     weights = write_gguf(tmp_path / "m.gguf", small_checkpoint(tmp_path / "in"))

@@ -86,6 +86,7 @@ def own_names(tree: ast.AST) -> set[str]:
     return made | {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
+@pytest.mark.slow
 def test_private_names_of_torch_stay_in_their_room():
     room = ROOT / "thinwire" / "torch_private"
     trees = {p: ast.parse(p.read_text()) for p in (ROOT / "thinwire").rglob("*.py") if room not in p.parents}
@@ -99,6 +100,7 @@ def test_private_names_of_torch_stay_in_their_room():
         assert not foreign, f"{path.relative_to(ROOT)}: {sorted(foreign)}: put it into thinwire/torch_private"
 
 
+@pytest.mark.slow
 def test_doctor_runs_a_compressed_pipeline(monkeypatch):
     monkeypatch.setattr(pipeline, "LIMIT", 250.0)
     (finding,) = pipeline.check_pipeline()

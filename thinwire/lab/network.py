@@ -44,7 +44,7 @@ class Network:
     control by name, `window` the bytes that a connection may have under way, `slow_start_after_idle` whether one that
     has been silent starts slowly again. `topology` is a TOML file (or a `Topology`) instead of all these. `preload`
     names modules to import once, before ranks are forked for a function. `patience` is how long TCP in the hosts
-    retries before it reports a dead link.
+    retries before it reports a dead link. `end_dead`: end a run whose ranks do not notice that, as Gloo's sometimes do.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Network:
         mtu: int = MTU,
         preload: Sequence[str] = ("torch",),
         patience: str | float = 10.0,
+        end_dead: bool = True,
     ) -> None:
         if isinstance(topology, Topology):
             self.topology = topology
@@ -78,6 +79,7 @@ class Network:
             self.topology = flat(hosts, make_link(table, ""), subnet, mtu, tcp)
         self.preload = tuple(preload)
         self._patience = parse_time(patience, "patience")
+        self._end_dead = end_dead
         self._rates: dict[str, HostLink] = dict(self.topology.links)
         self._client: Client | None = None
         self._job: Job | None = None
@@ -95,7 +97,7 @@ class Network:
         began = time.monotonic()
         self._client = Client(self._on_event, _variables({}))
         try:
-            made = self._ask("build", self.topology, self._patience)
+            made = self._ask("build", self.topology, self._patience, self._end_dead)
         except BaseException:
             self.close()
             raise

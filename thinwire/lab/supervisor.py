@@ -116,6 +116,7 @@ class Supervisor:
         self._wiring: Wiring | None = None
         self._delays: int | None = None
         self._links = DeadLinks()
+        self._end_dead = True
 
     def serve(self) -> None:
         """Serve requests until the launcher closes the connection."""
@@ -131,7 +132,7 @@ class Supervisor:
             os._exit(0)
 
     def _look_at_links(self) -> None:
-        if self._ranks.running and self._links.due():
+        if self._end_dead and self._ranks.running and self._links.due():
             host = self._links.dead(self._network.given_up())
             if host is not None:
                 self._report(("dead", host))
@@ -169,8 +170,9 @@ class Supervisor:
         assert self._wiring is not None, "a request before the network was built"
         return self._wiring
 
-    def do_build(self, topology: Topology, patience: float) -> dict[str, Any]:
+    def do_build(self, topology: Topology, patience: float, end_dead: bool) -> dict[str, Any]:
         """Make the network; returns how latency is made, and notes on what could not be done."""
+        self._end_dead = end_dead
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a host takes two descriptors, a rank three
         private_mounts()

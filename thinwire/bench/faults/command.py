@@ -39,12 +39,13 @@ def judged(cells: Sequence[Cell], patience: float, seed: int) -> Iterator[Row]:
     """Every cell and its verdict, as they come. patience: seconds that ranks wait for each other. seed: of where faults
     strike.
 
-    TCP in the hosts is more patient than any cell: it is the programs that must give up."""
+    TCP in the hosts is more patient than any cell: it is the programs that must give up. And the lab ends no run
+    because of a connection that TCP gave up, since it may be one of the cell before."""
     from thinwire.bench.faults.matrix import Matrix  # imports torch
 
     with (
         tempfile.TemporaryDirectory(prefix="thinwire-faults-") as folder,
-        Network(hosts=RANKS, preload=PRELOAD, patience=900.0) as net,
+        Network(hosts=RANKS, preload=PRELOAD, patience=900.0, end_dead=False) as net,
         progress("faults", len(cells)) as advance,
     ):
         matrix = Matrix(Launcher(net, patience), Path(folder), seed)

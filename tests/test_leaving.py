@@ -47,3 +47,8 @@ def test_a_thread_that_never_rests_is_not_waited_for_in_vain(monkeypatch):
     monkeypatch.setattr(leaving, "LONGEST", 0.05)
     monkeypatch.setattr(leaving, "_is_running", lambda: True)
     leaving.wait_for_gloo()  # returns
+
+
+def test_where_nothing_can_be_read_it_ends(monkeypatch, tmp_path):
+    monkeypatch.setattr(leaving, "TASKS", tmp_path / "nowhere")
+    leaving.wait_for_gloo()  # returns

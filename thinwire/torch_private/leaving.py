@@ -8,6 +8,7 @@ with and without thinwire, the more often the busier the machine is.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -27,10 +28,17 @@ def wait_for_gloo() -> None:
 
 
 def _is_running() -> bool:
-    """Does a thread of Gloo compute, or want to? Without /proc nothing is known, and the pauses must do."""
-    for task in TASKS.glob("*/stat"):
+    """Does a thread of Gloo compute, or want to?
+
+    Where that cannot be read (no /proc, no descriptor left) nothing is known, and the pauses must do.
+    """
+    try:
+        tasks = os.listdir(TASKS)
+    except OSError:
+        return False
+    for task in tasks:
         try:
-            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+            name, _, rest = (TASKS / task / "stat").read_text().partition("(")[2].rpartition(")")
         except OSError:  # it has just ended
             continue
         if name == THREADS and rest.split()[0] in "RD":

@@ -42,8 +42,9 @@ def bad_ending(ended: Sequence[Ended], killed: int | None, seconds: float) -> Ve
         if one.stuck:
             return Verdict(HANG, seconds, f"rank {rank} had to be ended; it had said: {_last(one)}")
     for rank, one in enumerate(ended):
-        if any(line.startswith("Traceback") for line in one.lines):
-            return Verdict(TRACEBACK, seconds, f"rank {rank}: {_last(one)}")
+        at = next((at for at, line in enumerate(one.lines) if line.startswith("Traceback")), None)
+        if at is not None:
+            return Verdict(TRACEBACK, seconds, f"rank {rank}: " + " | ".join(one.lines[max(0, at - 2) :])[-3000:])
     failed = [rank for rank, one in enumerate(ended) if one.status]
     if not failed:
         return None

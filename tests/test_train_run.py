@@ -112,6 +112,7 @@ def test_resuming_is_bitwise(tmp_path):
         at = 3 + 3 * (i % 2)
         for key in ("step", "loss", "norm", "lr", "hit_rate", *BYTES):
             assert [e[key] for e in after] == [e[key] for e in before[at:]] != [], (name, key)
+        assert [e["ranks"]["sent"] for e in after] == [e["ranks"]["sent"] for e in before[at:]], name
         assert after[0]["seconds"] > before[at - 1]["seconds"] / 2  # a checkpoint holds the clock of one rank
     _check_bytes(steps(tmp_path / "max"), wires["max"])
 
@@ -121,6 +122,10 @@ def _check_bytes(events, wire) -> None:
     shape, messages = (8 // 2 // 2, 32, 32), 2 * 2  # of both replicas' two micro-batches, over one boundary
     planned = read_wire(wire)
     for at, event in enumerate(events):
+        assert sum(event["ranks"]["sent"]) == sum(event[key] for key in BYTES if key != "raw_bytes")
+        seen = event["ranks"]["errors"]  # the first stage of each replica sends forward, the last one backward
+        assert [e is not None for e in seen["forward"]] == [True, False, True, False]
+        assert [e is not None for e in seen["backward"]] == [False, True, False, True]
         sent = {way: event[f"{way}_bytes"] - (events[at - 1][f"{way}_bytes"] if at else 0) for way in WAYS}
         assert sent["forward"] == messages * message_bytes(planned.forward, shape, cold=at < 3), (at, sent)
         assert sent["backward"] == messages * message_bytes(planned.backward, shape), (at, sent)

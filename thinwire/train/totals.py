@@ -48,6 +48,7 @@ class Totals:
     def step(self, everyone: Sequence[Tensor]) -> dict[str, Any]:
         """Of all ranks together: the step's loss, bytes since the start, and the step's samples that were sent whole
         (`cold`) or as a change (`warm`), with their share (`hit_rate`); relative errors; a classifier's accuracy.
+        Where there are several ranks: what each one sent, and its errors (`ranks`).
         everyone: each one's `mine`.
         """
         loss, *rest, right, predicted = torch.stack(list(everyone)).sum(0).tolist()
@@ -59,6 +60,7 @@ class Totals:
             "loss": loss / self.replicas, **counts, "hit_rate": warm / (cold + warm) if cold + warm else None,
             "errors": {name: total / count for name, total, count in pairs if count},
             **({"accuracy": right / predicted} if predicted else {}),
+            **({"ranks": by_rank(everyone)} if len(everyone) > 1 else {}),
         }  # fmt: skip
 
     def mean_loss(self, losses: Sequence[tuple[Sequence[Tensor | None], int]]) -> float:
@@ -104,6 +106,23 @@ class Totals:
         if error is not None:
             found["gradient"] += torch.tensor([error, 1.0], dtype=torch.float64)
         return found
+
+
+def by_rank(everyone: Sequence[Tensor]) -> dict[str, Any]:
+    """What each rank has sent since the start, in bytes, and its relative errors; None where it measured none.
+
+    everyone: each one's `Totals.mine`."""
+    rows = [numbers.tolist() for numbers in everyone]
+    first = 1 + len(COUNTS)  # where the errors begin
+    errors = {
+        name: [_ratio(*row[first + 2 * at : first + 2 * at + 2]) for row in rows] for at, name in enumerate(ERRORS)
+    }
+    measured = {name: values for name, values in errors.items() if any(value is not None for value in values)}
+    return {"sent": [int(sum(row[1:BYTES])) for row in rows], "errors": measured}
+
+
+def _ratio(total: float, count: float) -> float | None:
+    return float(f"{total / count:.4g}") if count else None
 
 
 def _sum(losses: Sequence[Tensor | None]) -> float:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from thinwire.quantities import show_bytes
+from thinwire.report import markup
 from thinwire.report.runs import CHANNELS, Run, number
 from thinwire.report.sections import SECTIONS, Section
 from thinwire.report.summary import Line, Summary, differences
 
 DPI = 150
-ABSENT = "–"
-FITS = 3  # columns that a phone shows without scrolling
 
 
 def page(
@@ -31,10 +29,10 @@ def page(
     words under it."""
     names = ", ".join(run.name for run in runs)
     body = [
-        f"<h1>{escape('Training run ' if len(runs) == 1 else 'Training runs ')}{escape(names)}</h1>",
-        f'<p class="quiet">{escape(_about(runs))}</p>',
-        *(f'<p class="lead">{escape(line)}</p>' for line in headline(summary)),
-        _notes(summary.notes),
+        f"<h1>{markup.text('Training run ' if len(runs) == 1 else 'Training runs ')}{markup.text(names)}</h1>",
+        markup.quiet(about(runs)),
+        *(f'<p class="lead">{markup.text(line)}</p>' for line in headline(summary)),
+        markup.notes(summary.notes),
         "<h2>Results</h2>", _results(summary),
         "<h2>Bytes sent</h2>", _sent(summary),
         *(_section(section, pictures, words) for section in SECTIONS),
@@ -42,11 +40,7 @@ def page(
         "<h2>Configuration</h2>", _differences(runs), *_configurations(runs),
     ]  # fmt: skip
     style = Path(__file__).with_name("page.css").read_text()
-    head = (
-        '<meta charset="utf-8"/><meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>thinwire: {escape(names)}</title>\n<style>\n{style}</style>"
-    )
-    return f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{_join(body)}\n</body>\n</html>\n'
+    return markup.document(f"thinwire: {names}", f"<style>\n{style}</style>", markup.join(body))
 
 
 def headline(summary: Summary) -> list[str]:
@@ -60,13 +54,13 @@ def headline(summary: Summary) -> list[str]:
 def _alone(line: Line) -> str:
     loss = "no held-out loss measured" if line.held_out is None else f"held-out loss {line.held_out:.4g}"
     saved = "" if line.saving is None else f", {line.saving:.3g}× fewer than fp32 without compression"
-    return f"{line.steps} steps in {_time(line.seconds)}: {loss}, {show_bytes(line.bytes)} sent{saved}."
+    return f"{line.steps} steps in {markup.time(line.seconds)}: {loss}, {show_bytes(line.bytes)} sent{saved}."
 
 
 def _beside(line: Line, first: Line, target: float | None) -> str:
     if line.speedup is None:
         return f"{line.name} and {first.name} cannot be compared by time to the same held-out loss."
-    when, gain = [_time(line.to_loss), _time(first.to_loss)], [_ratio(line.speedup, "faster", "slower")]
+    when, gain = [markup.time(line.to_loss), markup.time(first.to_loss)], [_ratio(line.speedup, "faster", "slower")]
     if line.bytes_to_loss and first.bytes_to_loss:
         when = [f"{w} and {show_bytes(x.bytes_to_loss or 0)}" for w, x in zip(when, (line, first))]
         gain.append(_ratio(first.bytes_to_loss / line.bytes_to_loss, "fewer bytes", "more bytes"))
@@ -80,17 +74,17 @@ def _ratio(value: float, more: str, less: str) -> str:
     return f"{value:.3g}× {more}" if value >= 1 else f"{1 / value:.3g}× {less}"
 
 
-def _about(runs: Sequence[Run]) -> str:
+def about(runs: Sequence[Run]) -> str:
     """What the runs have in common, as the first one records it."""
-    about, words = runs[0].about, []
-    mesh = about.get("mesh")
+    first, words = runs[0].about, []
+    mesh = first.get("mesh")
     if isinstance(mesh, Mapping):
-        cut = f" × tp {mesh['tp']}" if mesh.get("tp", 1) > 1 else ""
+        cut = f" × tp {mesh['tp']}" if (number(mesh, "tp") or 1) > 1 else ""
         words.append(f"dp {mesh.get('dp')} × pp {mesh.get('pp')}{cut}, {mesh.get('schedule')}")
-    if isinstance(about.get("parameters"), int):
-        words.append(f"{about['parameters']:,} parameters".replace(",", " "))
-    if isinstance(about.get("samples"), int):
-        words.append(f"{about['samples']} training samples")
+    if isinstance(first.get("parameters"), int):
+        words.append(f"{first['parameters']:,} parameters".replace(",", " "))
+    if isinstance(first.get("samples"), int):
+        words.append(f"{first['samples']} training samples")
     words += [network(runs[0])] if network(runs[0]) else []
     commits = dict.fromkeys(str(run.about["commit"]) for run in runs if run.about.get("commit"))
     words += [f"commit {commit}" for commit in commits]
@@ -113,51 +107,49 @@ def _results(summary: Summary) -> str:
         "fewer than fp32",
     )  # fmt: skip
     rows: list[tuple[str, ...]] = [
-        (line.name, str(line.steps), _time(line.seconds), _number(line.held_out), _time(line.to_loss),
-         _times(line.speedup), show_bytes(line.bytes), _times(line.saving))
+        (line.name, str(line.steps), markup.time(line.seconds), markup.number(line.held_out), markup.time(line.to_loss),
+         markup.times(line.speedup), show_bytes(line.bytes), markup.times(line.saving))
         for line in summary.lines
     ]  # fmt: skip
     if summary.classifies:
         columns = (*columns, "accuracy", "Matthews' correlation")
-        scores = [(_number(line.accuracy), _number(line.matthews)) for line in summary.lines]
+        scores = [(markup.number(line.accuracy), markup.number(line.matthews)) for line in summary.lines]
         rows = [(*row, *more) for row, more in zip(rows, scores)]
     words = (
         f"Time to loss: the first time at the worst of the final losses. Speed-up: {summary.lines[0].name}'s time to "
         "that loss over the run's own. Times leave out evaluation and checkpoints."
     )
-    return _table(columns, rows) + f"<p>{escape(words)}</p>"
+    return markup.table(columns, rows) + f"<p>{markup.text(words)}</p>"
 
 
 def _sent(summary: Summary) -> str:
     columns = ("run", *CHANNELS, "all", "fp32 would send")
     rows = [
         (line.name, *(show_bytes(line.channels[c]) for c in CHANNELS), show_bytes(line.bytes),
-         ABSENT if line.raw is None else show_bytes(line.raw))
+         markup.ABSENT if line.raw is None else show_bytes(line.raw))
         for line in summary.lines
     ]  # fmt: skip
     words = "By all ranks together, as the channels count them; headers of TCP and IP come on top."
-    return _table(columns, rows) + f"<p>{escape(words)}</p>"
+    return markup.table(columns, rows) + f"<p>{markup.text(words)}</p>"
 
 
 def _section(section: Section, pictures: Mapping[str, bytes], words: Mapping[str, str]) -> str:
-    head = f"<h2>{escape(section.title)}</h2>"
+    head = f"<h2>{markup.text(section.title)}</h2>"
     if section.name not in pictures:
-        return head + f'<p class="quiet">No figure: {escape(section.without)}.</p>'
-    return head + _figure(pictures[section.name], section.title, words[section.name])
+        return head + markup.quiet(f"No figure: {section.without}.")
+    return head + markup.figure(_picture(pictures[section.name]), section.title, words[section.name])
 
 
 def _timeline(name: str, title: str, words: str, pictures: Mapping[str, bytes]) -> str:
-    head = f"<h3>{escape(title)}</h3>"
+    head = f"<h3>{markup.text(title)}</h3>"
     if not name:
-        return head + f'<p class="quiet">{escape(words)}</p>'
-    return head + _figure(pictures[name], f"Simulated step of {title}", words, "broad")
+        return head + markup.quiet(words)
+    return head + markup.figure(_picture(pictures[name]), f"Simulated step of {title}", words, "broad")
 
 
-def _figure(png: bytes, title: str, caption: str, kind: str = "column") -> str:
-    data = base64.b64encode(png).decode()
-    image = f'<div class="{kind}"><img alt="{escape(title)}" src="data:image/png;base64,{data}"/></div>'
-    hint = _hint("the figure goes on to the right") if kind == "broad" else ""
-    return f"<figure>{hint}{image}<figcaption>{escape(caption)}</figcaption></figure>"
+def _picture(png: bytes) -> str:
+    """An address that holds the picture itself."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"
 
 
 def _differences(runs: Sequence[Run]) -> str:
@@ -166,58 +158,13 @@ def _differences(runs: Sequence[Run]) -> str:
     rows = [(key, *values) for key, values in differences(runs)]
     if not rows:
         return "<p>The runs have the same configuration.</p>"
-    return "<h3>Where the runs differ</h3>" + _table(("key", *(run.name for run in runs)), rows, "words")
+    return "<h3>Where the runs differ</h3>" + markup.table(("key", *(run.name for run in runs)), rows, "words")
 
 
 def _configurations(runs: Sequence[Run]) -> Iterable[str]:
     for run in runs:
         text = run.config or "(the run's folder has no run.toml)"
-        yield f"<h3>{escape(run.name)}: run.toml as given</h3><pre>{escape(_plain(text))}</pre>"
-
-
-def _plain(text: str) -> str:
-    """Without control characters, which no page may hold."""
-    return "".join(c for c in text if c in "\t\n" or (c.isprintable() or c == " "))
-
-
-def _notes(notes: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(_plain(note))}</li>" for note in notes)
-    return f'<ul class="notes">{items}</ul>' if items else ""
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "") -> str:
-    head = "".join(f"<th>{escape(_plain(c))}</th>" for c in columns)
-    body = "\n".join("<tr>" + "".join(f"<td>{escape(_plain(c))}</td>" for c in row) + "</tr>" for row in rows)
-    mark = f' class="{kind}"' if kind else ""
-    hint = _hint("more columns to the right") if len(columns) > FITS else ""
-    table = f"<table{mark}><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
-    return f'{hint}<div class="wide" tabindex="0">{table}</div>'
-
-
-def _hint(words: str) -> str:
-    """Seen on narrow screens only, above a box that scrolls there."""
-    return f'<div class="hint">{escape(words)} →</div>'
-
-
-def _join(parts: Iterable[str]) -> str:
-    return "\n".join(part for part in parts if part)
-
-
-def _number(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:.4g}"
-
-
-def _times(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:.3g}×"
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return ABSENT
-    if seconds < 600:
-        return f"{seconds:.3g} s"
-    minutes = seconds / 60
-    return f"{minutes:.3g} min" if minutes < 120 else f"{minutes / 60:.3g} h"
+        yield f"<h3>{markup.text(run.name)}: run.toml as given</h3><pre>{markup.text(text)}</pre>"
 
 
 def png(figure: Figure) -> bytes:

@@ -5,7 +5,7 @@ A file that is cut off, or lacks a key, gives what it has and a note; a folder w
 
 from __future__ import annotations
 
-import math
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +17,7 @@ from thinwire.errors import UsageError
 from thinwire.train.metrics import METRICS, EventReader, say_unreadable
 
 CHANNELS = ("forward", "backward", "gradient", "embedding")
+LARGEST = sys.float_info.max
 Event = Mapping[str, Any]
 Point = tuple[float, float]
 
@@ -32,6 +33,7 @@ class Run:
     steps: tuple[Event, ...]
     evals: tuple[Event, ...]
     ended: bool
+    told: tuple[Event, ...] = ()  # all other events: notes, decisions, and kinds that this version does not know
     notes: tuple[str, ...] = ()
 
     @property
@@ -95,7 +97,7 @@ def number(event: Event, *keys: str) -> float | None:
     value: Any = event
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
         return None
     return float(value)
 
@@ -120,13 +122,22 @@ def reached(curve: Sequence[Point], loss: float) -> float | None:
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """Every one of `folders` as a run; names that are not unique get the folder's."""
-    places = [Path(folder) for folder in folders]
-    for at, place in enumerate(places):
-        if place.resolve() in [p.resolve() for p in places[:at]]:
+    return unique([read_run(place) for place in places(folders)])
+
+
+def places(folders: Sequence[str | Path]) -> list[Path]:
+    """`folders` as paths; UsageError where one is given twice."""
+    found = [Path(folder) for folder in folders]
+    for at, place in enumerate(found):
+        if place.resolve() in [p.resolve() for p in found[:at]]:
             raise UsageError(f"{place}: given twice")
-    runs = [read_run(place) for place in places]
-    names = [run.name for run in runs]
-    return [replace(r, name=_unique(r, places)) if names.count(r.name) > 1 else r for r in runs]
+    return found
+
+
+def unique(runs: Sequence[Run]) -> list[Run]:
+    """The same runs; names that several have get the folder's."""
+    names, folders = [run.name for run in runs], [run.folder for run in runs]
+    return [replace(r, name=_unique(r, folders)) if names.count(r.name) > 1 else r for r in runs]
 
 
 def _unique(run: Run, places: Sequence[Path]) -> str:
@@ -146,15 +157,21 @@ def read_run(folder: Path) -> Run:
     if not path.is_file():
         raise UsageError(f"{folder} is no run: it has no {METRICS}; give the folder that `thinwire train` wrote")
     events, notes = _events(path)
-    kinds = {kind: tuple(e for e in events if e.get("kind") == kind) for kind in ("run", "step", "eval", "end")}
-    if not kinds["step"] and not kinds["eval"]:
+    run = make_run(folder, events)
+    if not run.steps and not run.evals:
         raise UsageError(f"{path} has no step and no evaluation yet: there is nothing to report")
+    if not run.ended:
+        notes.append(f"the run has not ended: its last step so far is {run.last_step}")
+    return replace(run, notes=(*notes, *lacks(run)))
+
+
+def make_run(folder: Path, events: Sequence[Event]) -> Run:
+    """A run of these events of its metrics file, and of the run.toml in `folder`."""
+    kinds = {kind: tuple(e for e in events if e.get("kind") == kind) for kind in ("run", "step", "eval", "end")}
     about = kinds["run"][0] if kinds["run"] else {}
-    run = Run(
-        folder, str(about.get("name") or folder.resolve().name), _config(folder), about, kinds["step"], kinds["eval"],
-        bool(kinds["end"]),
-    )  # fmt: skip
-    return replace(run, notes=(*notes, *_lacks(run)))
+    name = str(about.get("name") or folder.resolve().name)
+    told = tuple(e for e in events if e.get("kind") not in kinds)
+    return Run(folder, name, _config(folder), about, kinds["step"], kinds["eval"], bool(kinds["end"]), told)
 
 
 def _events(path: Path) -> tuple[Sequence[Event], list[str]]:
@@ -177,11 +194,9 @@ def _config(folder: Path) -> str:
         raise UsageError(f"cannot read {path}: {error}") from None
 
 
-def _lacks(run: Run) -> list[str]:
+def lacks(run: Run) -> list[str]:
     """What a reader of the run's numbers should know."""
     notes = []
-    if not run.ended:
-        notes.append(f"the run has not ended: its last step so far is {run.last_step}")
     if not run.config:
         notes.append("the folder has no run.toml")
     if not run.about:

@@ -83,6 +83,11 @@ class EventReader:
                 self.unreadable.append(self._lines)
         return self.events
 
+    @property
+    def cut(self) -> bool:
+        """Does the last line lack its end so far?"""
+        return bool(self._rest.strip())
+
     def finish(self) -> list[Event]:
         """All events of a file that does not grow any more: the last line may lack its end."""
         self.poll()
@@ -105,7 +110,7 @@ class EventReader:
 def _event(line: bytes) -> Event | None:
     try:
         event = json.loads(line.decode())
-    except ValueError:  # no JSON, or no text
+    except (ValueError, RecursionError):  # no JSON, or no text; brackets in brackets without end
         return None
     whole = isinstance(event, dict) and isinstance(event.get("kind"), str) and isinstance(event.get("step"), int)
     return event if whole else None

@@ -25,6 +25,7 @@ COMMANDS = {
     "lab": ("thinwire.lab.command", "run a program on several hosts with slow links, emulated on this machine"),
     "bench": ("", "measure the parts on this machine"),
     "report": ("thinwire.report.command", "one HTML page about training runs: loss, time, bytes, errors, the step"),
+    "watch": ("thinwire.watch.command", "a local web page that follows training runs while they go on"),
     "doctor": ("thinwire.doctor.command", "what this machine can do, and what to install where it cannot"),
 }
 

@@ -13,7 +13,7 @@ from thinwire.installed import check_figures
 from thinwire.quantities import parse_rate, show_bytes
 from thinwire.report.runs import Run, read_runs
 from thinwire.report.summary import Summary, summarise
-from thinwire.report.timeline import simulated
+from thinwire.report.timeline import explained, simulated
 from thinwire.terminal import progress, table, write_json
 
 EXAMPLES = """examples:
@@ -56,9 +56,10 @@ def report(runs: Sequence[Run], out: Path, rate: str | None = None) -> dict[str,
     `runs`: the first is what the others are compared with. `out`: the page's file; figures go beside it. `rate`: of the
     network, such as 100mbit, for runs that did not record it."""
     from thinwire.report import page, sections
+    from thinwire.report.figures import DRAWING
 
     summary = summarise(runs)
-    with progress("report", len(sections.SECTIONS) + len(runs)) as advance:
+    with DRAWING, progress("report", len(sections.SECTIONS) + len(runs)) as advance:
         drawn = sections.draw(runs, summary)
         advance("figures", len(sections.SECTIONS))
         timelines, steps = [], []
@@ -67,7 +68,7 @@ def report(runs: Sequence[Run], out: Path, rate: str | None = None) -> dict[str,
             timelines.append(entry)
             steps.append(step)
             advance(f"simulated {one.name}", 1)
-    pictures = {name: page.png(figure) for name, figure in drawn.items()}
+        pictures = {name: page.png(figure) for name, figure in drawn.items()}
     text = page.page(runs, summary, pictures, sections.captions(runs, drawn), timelines)
     _write({out: text.encode()} | {out.with_name(f"{out.stem}-{name}.png"): data for name, data in pictures.items()})
     links = {page.network(one) for one in runs}
@@ -86,13 +87,8 @@ def _timeline(
     from thinwire.planner import figures
 
     drawn[name] = figures.timeline(result, f"{run.name}: {result.makespan:.3g} s per step")
-    spent = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in result.spent.items())
-    words = (
-        f"One pipeline, one band per rank: above what it computes, below what its port sends. Outlined in black: what "
-        f"the step waits for ({spent}). The network is the simulator's, at the run's rate and latency, without loss; "
-        f"how long computing takes is fitted so that the step lasts the measured {result.makespan:.3g} s."
-    )
-    return (name, run.name, words), {"step_s": result.makespan, "critical_path_s": result.spent, "idle": result.bubble}
+    numbers = {"step_s": result.makespan, "critical_path_s": result.spent, "idle": result.bubble}
+    return (name, run.name, explained(result)), numbers
 
 
 def _write(files: dict[Path, bytes]) -> None:

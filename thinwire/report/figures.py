@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
+from threading import Lock
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -28,6 +29,8 @@ DECADES = 50  # a logarithmic axis shorter than this ratio gets labels in betwee
 SMOOTH = 40  # points that a noisy series keeps
 THIN = 0.6  # width of a line through every step, where a smoothed one is drawn over it
 
+DRAWING = Lock()  # matplotlib draws for one thread at a time, and a live page draws beside the report
+Pick = Callable[[Run], list[Point]]
 Draw = Callable[[Sequence[Run], Summary], Figure | None]
 
 
@@ -42,12 +45,17 @@ def loss_bytes(runs: Sequence[Run], summary: Summary) -> Figure | None:
     if figure is not None:
         axes = figure.axes[0]
         axes.set_xscale("log")
-        low, high = axes.get_xlim()
-        if high < DECADES * low:  # powers of ten alone would leave one label, or none
-            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_bytes(value).replace(".00", "")))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        _label_bytes(axes)
     return figure
+
+
+def _label_bytes(axes: Axes) -> None:
+    """Of a logarithmic axis: powers of ten alone would leave one label, or none, where it is short."""
+    low, high = axes.get_xlim()
+    if high < DECADES * low:
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_bytes(value).replace(".00", "")))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _held_out(runs: Sequence[Run], summary: Summary, across: str, label: str) -> Figure | None:
@@ -74,7 +82,32 @@ def _ring(axes: Axes, curve: Sequence[Point], target: float, colour: str) -> Non
 
 def training(runs: Sequence[Run], summary: Summary) -> Figure | None:
     """Training loss per step; a long series thin as measured, thick its running mean."""
-    return _steps(runs, ("loss",), "training loss in nats per token", fmean)
+    return _steps(runs, _series("loss"), "training loss in nats per token", fmean)
+
+
+def progress(runs: Sequence[Run], summary: Summary) -> Figure | None:
+    """Training loss against training time and against bytes sent."""
+    if not any(run.trained("seconds") for run in runs):
+        return None
+    figure = Figure(figsize=(SIZE[0], 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    dress(left, "training time in seconds", "training loss in nats per token")
+    dress(right, "bytes sent by all ranks", "")
+    _lines(left, runs, lambda run: run.trained("seconds"), fmean)
+    _lines(right, runs, lambda run: [point for point in run.trained("bytes") if point[0] > 0], fmean)
+    if right.lines:
+        right.set_xscale("log")
+        _label_bytes(right)
+    _legend(left, runs)
+    return figure
+
+
+def tokens(runs: Sequence[Run], summary: Summary) -> Figure | None:
+    """Tokens trained on per second."""
+    figure = _steps(runs, lambda run: run.tokens, "tokens per second", median)
+    if figure is not None:
+        figure.axes[0].set_ylim(bottom=0)
+    return figure
 
 
 def step_time(runs: Sequence[Run], summary: Summary) -> Figure | None:
@@ -86,8 +119,8 @@ def step_time(runs: Sequence[Run], summary: Summary) -> Figure | None:
     figure = Figure(figsize=(SIZE[0], 2.6 * len(panels) + 0.4), layout="constrained")
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (key, label) in zip(rows, panels):
-        _dress(axes, "step" if axes is rows[-1] else "", label)
-        _lines(axes, runs, (key,), median)
+        dress(axes, "step" if axes is rows[-1] else "", label)
+        _lines(axes, runs, _series(key), median)
         axes.set_ylim(0, _top([y for run in runs for _, y in run.series(key)]))
     _legend(rows[0], runs)
     return figure
@@ -101,7 +134,7 @@ def _top(values: Sequence[float]) -> float | None:
 
 def hit_rate(runs: Sequence[Run], summary: Summary) -> Figure | None:
     """Share of a step's samples whose last activation both ends remember."""
-    figure = _steps(runs, ("hit_rate",), "samples sent as a change, of the step's", fmean)
+    figure = _steps(runs, _series("hit_rate"), "samples sent as a change, of the step's", fmean)
     if figure is not None:
         figure.axes[0].set_ylim(-0.03, 1.03)
         figure.axes[0].yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -116,8 +149,8 @@ def errors(runs: Sequence[Run], summary: Summary) -> Figure | None:
     figure = Figure(figsize=(SIZE[0], 3.6), layout="constrained")
     panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
     for axes, kind in zip(panels, kinds):
-        _dress(axes, "step", "relative error" if axes is panels[0] else "")
-        _lines(axes, runs, ("errors", kind), fmean, positive=True)
+        dress(axes, "step", "relative error" if axes is panels[0] else "")
+        _lines(axes, runs, _series("errors", kind), fmean, positive=True)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -169,24 +202,27 @@ def _bars(axes: Axes, runs: Sequence[Run], share: bool) -> None:
             axes.annotate(show_bytes(run.total), (run.total, row), (4, 0), textcoords="offset points", va="center")
 
 
-def _steps(
-    runs: Sequence[Run], keys: tuple[str, ...], label: str, middle: Callable[[list[float]], float]
-) -> Figure | None:
-    if not any(run.series(*keys) for run in runs):
+def _steps(runs: Sequence[Run], pick: Pick, label: str, middle: Callable[[list[float]], float]) -> Figure | None:
+    if not any(pick(run) for run in runs):
         return None
     figure, axes = _panel("step", label)
-    _lines(axes, runs, keys, middle)
+    _lines(axes, runs, pick, middle)
     _legend(axes, runs)
     return figure
 
 
+def _series(*keys: str) -> Pick:
+    """A number of the step events, by a path of keys, against the step."""
+    return lambda run: run.series(*keys)
+
+
 def _lines(
-    axes: Axes, runs: Sequence[Run], keys: tuple[str, ...], middle: Callable[[list[float]], float],
+    axes: Axes, runs: Sequence[Run], pick: Pick, middle: Callable[[list[float]], float],
     positive: bool = False,
 ) -> None:  # fmt: skip
     """One curve per run that has points; `positive`: of those that a logarithmic axis can show."""
     for at, run in enumerate(runs):
-        points = [point for point in run.series(*keys) if point[1] > 0 or not positive]
+        points = [point for point in pick(run) if point[1] > 0 or not positive]
         if _reach(points):
             axes.plot(*zip(*points), color=RUNS[at % len(RUNS)], linewidth=THIN, alpha=0.35)
         if points:
@@ -217,11 +253,12 @@ def _look(at: int) -> dict[str, Any]:
 def _panel(across: str, up: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.add_subplot()
-    _dress(axes, across, up)
+    dress(axes, across, up)
     return figure, axes
 
 
-def _dress(axes: Axes, across: str, up: str) -> None:
+def dress(axes: Axes, across: str, up: str) -> None:
+    """Labels, a grid, no box; `across` and `up` name the axes."""
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.grid(True, color="#DDDDDD", linewidth=0.8)

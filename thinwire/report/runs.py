@@ -81,6 +81,21 @@ class Run:
         """A number of the step events (a path of keys) against the step."""
         return pairs(self.steps, "step", *keys)
 
+    def trained(self, across: str) -> list[Point]:
+        """Training loss against `across`: "seconds" of training, or "bytes" sent by all ranks."""
+        if across == "seconds":
+            return pairs(self.steps, "seconds", "loss")
+        sent = [
+            (sum(number(e, f"{channel}_bytes") or 0.0 for channel in CHANNELS), number(e, "loss")) for e in self.steps
+        ]
+        return [(x, y) for x, y in sent if y is not None]
+
+    @cached_property
+    def tokens(self) -> list[Point]:
+        """Tokens per second against the step."""
+        found = [(e["step"], number(e, "tokens"), number(e, "step_seconds")) for e in self.steps]
+        return [(float(step), many / seconds) for step, many, seconds in found if many and seconds]
+
     @cached_property
     def document(self) -> dict[str, Any]:
         """run.toml parsed; UsageError where it cannot be."""
@@ -100,6 +115,11 @@ def number(event: Event, *keys: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
         return None
     return float(value)
+
+
+def _bytes(event: Event) -> float:
+    """Sent by all channels and ranks until that step."""
+    return sum(number(event, f"{channel}_bytes") or 0.0 for channel in CHANNELS)
 
 
 def pairs(events: Sequence[Event], across: str, *keys: str) -> list[Point]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from thinwire.report import figures
+from thinwire.report import figures, links
 from thinwire.report.runs import Run
 from thinwire.report.summary import Summary
 
@@ -59,6 +59,25 @@ SECTIONS = (
         "mean",
     ),
     Section(
+        "progress", "Training loss against time and bytes", figures.progress,
+        "The same losses against training time, and against what all ranks had sent by then, logarithmic.",
+        "no training loss was recorded",
+        middle="mean",
+    ),
+    Section(
+        "tokens", "Tokens per second", figures.tokens,
+        "Tokens of a step over its seconds; evaluation and checkpoints are left out.",
+        "no step was timed",
+        middle="median",
+    ),
+    Section(
+        "links", "Each link", links.links,
+        "What each rank's link carries during training, as the channels count it. At the right: the part of the step "
+        "in which it sends, where the rate of the links is known (dashed). A link that is busy all of the step is "
+        "what it waits for.",
+        "the run did not record what each rank sends (one rank alone, or an earlier version)",
+    ),
+    Section(
         "bytes", "Bytes by channel", figures.channels,
         "Left: how much was sent, and by which channel. Right: the shares, which say what is worth compressing next.",
         "no byte was sent between ranks",
@@ -70,6 +89,12 @@ SECTIONS = (
         "no compression error was measured (nothing was compressed, or the run did not record it)",
         "A run that compressed nothing has no error to show.",
         "mean",
+    ),
+    Section(
+        "boundaries", "Compression error by boundary", links.boundaries,
+        "The same per boundary between two stages, and for gradients per stage: the mean over replicas. Forward and "
+        "backward are means of what was measured since the launch.",
+        "no compression error was recorded by rank",
     ),
     Section(
         "hit-rate", "Samples that both ends remember", figures.hit_rate,

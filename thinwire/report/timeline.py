@@ -44,6 +44,16 @@ def simulated(
     return predict(plan if rate is None else plan.at(rate, latency), plan.wire)
 
 
+def explained(result: Result) -> str:
+    """The words under the picture of a simulated step."""
+    spent = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in result.spent.items())
+    return (
+        f"One pipeline, one band per rank: above what it computes, below what its port sends. Outlined in black: what "
+        f"the step waits for ({spent}). The network is the simulator's, at the run's rate and latency, without loss; "
+        f"how long computing takes is fitted so that the step lasts the measured {result.makespan:.3g} s."
+    )
+
+
 def fitted(run: Run, *, measured_at: str | None = None, elsewhere: bool = False) -> planner.Run:
     """The run for the planner, computing as fast as it did.
 

@@ -1,8 +1,9 @@
 """The `thinwire` command: a table of subcommands, each living in the room that owns it.
 
 A command module has `configure(parser)`, which adds its arguments, and `run(args) -> int`; or, where its work needs
-torch, `check(args)` and the name of the module that has `run`, `WORK`. Modules are imported only when named, and work
-only once the options are right: `thinwire --help` needs no torch, nor does telling a mistake.
+torch, `check(args)` and the name of the module that has `run`, `WORK`. One that makes training runs also has an option
+--watch, and `watched(args)`, their folders: a page that follows them is served beside it. Modules are imported only when
+named, and work only once the options are right: `thinwire --help` needs no torch, nor does telling a mistake.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 
 from thinwire import __version__
 from thinwire.errors import RunFailed, UsageError
+from thinwire.installed import check_figures
 
 COMMANDS = {
     "demo": ("thinwire.demo", "the main job in minutes, on this machine: one training, uncompressed and compressed"),
@@ -90,7 +92,8 @@ def _attach(parser: argparse.ArgumentParser, module: str) -> None:
     command = importlib.import_module(module)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     command.configure(parser)
-    parser.set_defaults(run=getattr(command, "run", None) or partial(_checked, command))
+    run = getattr(command, "run", None) or partial(_checked, command)
+    parser.set_defaults(run=partial(_followed, command, run) if hasattr(command, "watched") else run)
 
 
 def _checked(command: ModuleType, args: argparse.Namespace) -> int:
@@ -98,6 +101,18 @@ def _checked(command: ModuleType, args: argparse.Namespace) -> int:
     command.check(args)
     status: int = importlib.import_module(command.WORK).run(args)
     return status
+
+
+def _followed(command: ModuleType, run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run the command; with --watch, the live page about its runs beside it."""
+    folders = command.watched(args) if getattr(args, "watch", None) else []
+    if not folders:
+        return run(args)
+    check_figures("--watch")
+    from thinwire.watch.serve import beside
+
+    with beside(folders):
+        return run(args)
 
 
 def _sentence(summary: str) -> str:

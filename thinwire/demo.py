@@ -67,6 +67,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=42, help="of each run (default 42)")
     parser.add_argument("--out", default="out/demo", help="folder of runs and page (default out/demo)")
     parser.add_argument("--json", metavar="PATH", help="write the table there")
+    parser.add_argument("--watch", action="store_true", help="serve a page that follows both runs (thinwire watch)")
+
+
+def watched(args: argparse.Namespace) -> list[Path]:
+    """The folders of the runs that are compared."""
+    return [Path(args.out) / name for name in RUNS]
 
 
 def run(args: argparse.Namespace) -> int:

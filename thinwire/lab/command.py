@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -71,7 +72,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--timeout", default="24h", help="end the program after this long (%(default)s)")
     run.add_argument("--patience", default="10s", help="how long TCP retries on a dead link (about %(default)s)")
     run.add_argument("--json", metavar="PATH", help="write the table and more to this file")
+    run.add_argument(
+        "--watch",
+        metavar="RUN",
+        help="serve a page that follows the run of `thinwire train` which the program makes there",
+    )
     run.add_argument("command", nargs="*", metavar="-- COMMAND …", help="the program and its arguments")
+
+
+def watched(args: argparse.Namespace) -> list[Path]:
+    """The folder of the run that the program makes."""
+    return [Path(args.watch)]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -139,7 +139,7 @@ def boundaries(runs: Sequence[Run], summary: Summary) -> Figure | None:
 
 def _panels(rows: int, columns: int, height: float) -> tuple[Figure, Any]:
     figure = Figure(figsize=(SIZE[0], 0.3 + height * rows), layout="constrained")
-    return figure, figure.subplots(rows, columns, sharex="col", squeeze=False)
+    return figure, figure.subplots(rows, columns, sharex="col", sharey="row", squeeze=False)
 
 
 def _draw(axes: Axes, lines: Sequence[Line]) -> None:
@@ -148,4 +148,4 @@ def _draw(axes: Axes, lines: Sequence[Line]) -> None:
         colour, style = LINES[(at + 3) % len(LINES)], STYLES[at % len(STYLES)]
         axes.plot(*zip(*points), label=name, color=colour, linestyle=style, linewidth=1.4)
     if 1 <= len(lines) <= NAMED:
-        axes.legend(frameon=False, fontsize=8, ncols=2)
+        axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.1)

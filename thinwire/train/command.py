@@ -40,7 +40,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in [run] out")
     parser.add_argument("--out", help="instead of [run] out")
     parser.add_argument("--wire", metavar="PRESET", help=f"instead of [wire]: auto, {', '.join(PRESETS)}")
+    parser.add_argument("--watch", action="store_true", help="serve a page that follows the run (thinwire watch)")
     parser.add_argument("--timeout", type=float, default=None, help="seconds a local run may take (default: no limit)")
+
+
+def watched(args: argparse.Namespace) -> list[Path]:
+    """The folder of the run that `args` name, on the process that writes its metrics; none elsewhere."""
+    if args.init or args.config is None or int(os.environ.get("RANK", 0)):
+        return []
+    return [Path(args.out or load(args.config).run.out)]
 
 
 def run(args: argparse.Namespace) -> int:

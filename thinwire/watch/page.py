@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from threading import Lock
 
-from thinwire.quantities import show_bytes, show_rate
+from thinwire.quantities import show_bytes
 from thinwire.report import markup
 from thinwire.report.links import link_rates
 from thinwire.report.page import about, headline
@@ -121,7 +121,7 @@ def _busiest(run: Run) -> str:
     most, name = max(rates)
     limit = number(run.about, "rate")
     share = f", {100 * most / limit:.0f} % of the step" if limit else ""
-    return f"{name}: {show_rate(float(f'{most:.3g}'))}{share}"
+    return f"{name}: {most / 1e6:.3g} Mbit/s{share}"
 
 
 def _warnings(states: Sequence[State], summary: Summary) -> list[str]:

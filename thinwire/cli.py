@@ -2,8 +2,8 @@
 
 A command module has `configure(parser)`, which adds its arguments, and `run(args) -> int`; or, where its work needs
 torch, `check(args)` and the name of the module that has `run`, `WORK`. One that makes training runs also has an option
---watch, and `watched(args)`, their folders: a page that follows them is served beside it. Modules are imported only when
-named, and work only once the options are right: `thinwire --help` needs no torch, nor does telling a mistake.
+--watch, and `watched(args)`, their folders: a page that follows them is served beside it. Modules are imported only
+when named, and work only once the options are right: `thinwire --help` needs no torch, nor does telling a mistake.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def timeline(result: Result, title: str) -> Figure:
     axes.set_ylim(ranks - 0.35, -0.6)
     axes.set_yticks(range(ranks), [f"rank {r}" for r in range(ranks)])
     axes.set_xlabel("seconds")
-    axes.set_title(title, loc="left")
+    axes.set_title(title, loc="left", parse_math=False)  # it holds the name of a run
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     _legend(figure, {_colour(s) for s in spans})

@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, PercentFormatter
 
 from thinwire.planner.figures import COLOURS, LINES, MARKS
@@ -158,7 +159,7 @@ def errors(runs: Sequence[Run], summary: Summary) -> Figure | None:
         axes.set_title(kind, loc="left", fontsize=10)
     if len(runs) > 1:
         handles, labels = _handles(panels)
-        figure.legend(handles, labels, loc="outside upper left", ncols=min(4, len(runs)), frameon=False)
+        name_plainly(figure.legend(handles, labels, loc="outside upper left", ncols=min(4, len(runs)), frameon=False))
     return figure
 
 
@@ -170,7 +171,7 @@ def channels(runs: Sequence[Run], summary: Summary) -> Figure | None:
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, share in ((left, False), (right, True)):
         _bars(axes, runs, share)
-        axes.set_yticks(range(len(runs)), [run.name for run in runs])
+        axes.set_yticks(range(len(runs)), [run.name for run in runs], parse_math=False)
         axes.set_ylim(len(runs) - 0.45, -0.55)
         axes.grid(True, axis="x", color="#DDDDDD", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -268,7 +269,13 @@ def dress(axes: Axes, across: str, up: str) -> None:
 
 def _legend(axes: Axes, runs: Sequence[Run]) -> None:
     if len(runs) > 1 and axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
+        name_plainly(axes.legend(frameon=False))
+
+
+def name_plainly(legend: Legend) -> None:
+    """Names of runs are no formulas, whatever dollar signs they hold."""
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def _handles(panels: Sequence[Axes]) -> tuple[list[Any], list[str]]:

@@ -109,7 +109,7 @@ def links(runs: Sequence[Run], summary: Summary) -> Figure | None:
             share.set_ylabel("% of the step\nthat the link is busy")
             top = max(top, rate / 1e6)
         axes.set_ylim(0, 1.08 * top or 1)
-        axes.set_title(run.name, loc="left", fontsize=10)
+        axes.set_title(run.name, loc="left", fontsize=10, parse_math=False)
     return figure
 
 
@@ -133,7 +133,8 @@ def boundaries(runs: Sequence[Run], summary: Summary) -> Figure | None:
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.yaxis.set_minor_formatter(NullFormatter())
-            axes.set_title(f"{run.name}: {kind}" if len(known) > 1 else kind, loc="left", fontsize=10)
+            title = f"{run.name}: {kind}" if len(known) > 1 else kind
+            axes.set_title(title, loc="left", fontsize=10, parse_math=False)
     return figure
 
 

@@ -19,9 +19,14 @@ def document(title: str, head: str, body: str) -> str:
     return f'<!DOCTYPE html>\n<html lang="en">\n{start}\n<body>\n{body}\n</body>\n</html>\n'
 
 
+def plain(words: str) -> str:
+    """Without control characters, which neither a page nor a figure may hold."""
+    return "".join(c for c in words if c in "\t\n" or c.isprintable())
+
+
 def text(words: str) -> str:
-    """Words as HTML: escaped, and without control characters, which no page may hold."""
-    return escape("".join(c for c in words if c in "\t\n" or c.isprintable()))
+    """Words as HTML."""
+    return escape(plain(words))
 
 
 def notes(lines: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import UsageError
+from thinwire.report.markup import plain
 from thinwire.train.metrics import METRICS, EventReader, say_unreadable
 
 CHANNELS = ("forward", "backward", "gradient", "embedding")
@@ -189,7 +190,7 @@ def make_run(folder: Path, events: Sequence[Event]) -> Run:
     """A run of these events of its metrics file, and of the run.toml in `folder`."""
     kinds = {kind: tuple(e for e in events if e.get("kind") == kind) for kind in ("run", "step", "eval", "end")}
     about = kinds["run"][0] if kinds["run"] else {}
-    name = str(about.get("name") or folder.resolve().name)
+    name = plain(str(about.get("name") or folder.resolve().name))
     told = tuple(e for e in events if e.get("kind") not in kinds)
     return Run(folder, name, _config(folder), about, kinds["step"], kinds["eval"], bool(kinds["end"]), told)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import UsageError
-from thinwire.report.runs import Run, reached
+from thinwire.report.runs import Run, number, reached
 
 DATA_KEYS = ("paths", "seq_len", "packing", "held_out", "seed", "corpus_bytes", "samples", "tokenizer")
 
@@ -72,13 +72,13 @@ def _line(run: Run, target: float | None, first: float | None) -> Line:
 def _different(runs: Sequence[Run]) -> list[str]:
     """Runs of different models, data, meshes or networks are shown, but not silently."""
     notes = []
-    sizes = {run.about.get("parameters") for run in runs} - {None}
+    sizes = {number(run.about, "parameters") for run in runs} - {None}
     if len(sizes) > 1:
         counts = ", ".join(f"{run.name} {run.about.get('parameters')}" for run in runs)
         notes.append(f"These are different models (parameters: {counts}): their losses do not compare.")
     elif len(_distinct(runs, "model")) > 1:
         notes.append("[model] differs between the runs: compare their losses with care.")
-    if len({run.about.get("samples") for run in runs} - {None}) > 1 or len(_distinct(runs, "data", DATA_KEYS)) > 1:
+    if len({number(run.about, "samples") for run in runs} - {None}) > 1 or len(_distinct(runs, "data", DATA_KEYS)) > 1:
         notes.append("The runs do not train on the same data: their losses do not compare.")
     for what in ("mesh", "rate"):
         if len({repr(run.about[what]) for run in runs if what in run.about}) > 1:

@@ -54,10 +54,11 @@ class Follower:
                 self.version = (about.st_ino, about.st_size, about.st_mtime_ns)
         except FileNotFoundError:
             self._restart()
-            return self._state(f"○ not begun: {self.folder} has no {METRICS} yet", ())
+            return self._state("○ not begun", [f"not begun: {self.folder} has no {METRICS} yet"])
         except (OSError, UsageError) as error:
-            return self._state(f"✕ cannot be read: {error}", ())
-        return self._state(self._word(self.clock() - about.st_mtime), self._warnings(self.clock() - about.st_mtime))
+            return self._state("✕ cannot be read", [str(error)])
+        age = self.clock() - about.st_mtime
+        return self._state(self._word(age), self._warnings(age))
 
     def _restart(self) -> None:
         self.reader = EventReader(self.folder / METRICS)
@@ -75,8 +76,8 @@ class Follower:
         if self.run.ended:
             return "■ ended"
         if age > self._patience():
-            return f"▲ silent for {markup.time(age)}: stopped, or waiting for something"
-        return "● running" if self.run.steps else "○ starting: no step yet"
+            return "▲ silent"
+        return "● running" if self.run.steps else "○ starting"
 
     def _patience(self) -> float:
         """Seconds without a new line that are nothing to speak of."""
@@ -84,7 +85,11 @@ class Follower:
         return max(SILENT, MANY * median(recent)) if recent else SILENT
 
     def _warnings(self, age: float) -> list[str]:
-        found = [f"{METRICS}: {say_unreadable(self.reader.unreadable)}"] if self.reader.unreadable else []
+        found = []
+        if not self.run.ended and age > self._patience():
+            found.append(f"no new line in {METRICS} for {markup.time(age)}: it was stopped, or waits for something")
+        if self.reader.unreadable:
+            found.append(f"{METRICS}: {say_unreadable(self.reader.unreadable)}")
         if self.reader.cut and age > SILENT:
             found.append(f"{METRICS}: the last line is cut off")
         if self.run.steps or self.run.evals:

@@ -129,7 +129,8 @@ def _warnings(states: Sequence[State], summary: Summary) -> list[str]:
 
 
 def _figures(pictures: Pictures) -> str:
-    cells = "\n".join(_cell(section, pictures) for section in SECTIONS)
+    drawn_first = sorted(SECTIONS, key=lambda section: section.name not in pictures.drawn)
+    cells = "\n".join(_cell(section, pictures) for section in drawn_first)
     return f'<div class="grid">\n{cells}\n</div>' if pictures.count else ""
 
 

@@ -47,6 +47,7 @@ class PageServer(ThreadingHTTPServer):
     """Serves `page` at `address` of this machine. `port`: 0 takes any that is free."""
 
     daemon_threads = True
+    request_queue_size = CONNECTIONS
     block_on_close = False  # a browser that keeps a connection open does not hold up the end
 
     def __init__(self, page: LivePage, address: str = "127.0.0.1", port: int = 0) -> None:

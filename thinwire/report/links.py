@@ -30,7 +30,7 @@ class Line(NamedTuple):
 
 def link_rates(run: Run) -> list[Line]:
     """What leaves each host per second of training, in bit/s; ranks of a tensor-parallel group are one host."""
-    wide = int(number(run.about, "mesh", "tp") or 1)
+    wide = _size(run, "tp")
     counted = [(e, _sent(e)) for e in run.steps if _sent(e) and number(e, "seconds") is not None]
     hosts = min((len(sent) for _, sent in counted), default=0) // wide
     found = []
@@ -63,9 +63,9 @@ def _ranks(ranks: range) -> str:
 def boundary_errors(run: Run, kind: str) -> list[Line]:
     """The relative error of what crosses each boundary of the pipeline (`kind` "forward" or "backward"), or of each
     stage's gradients ("gradient"): the mean over replicas and slices."""
-    stages = int(number(run.about, "mesh", "pp") or 1)
-    wide = int(number(run.about, "mesh", "tp") or 1)
+    wide = _size(run, "tp")
     rows = [(float(e["step"]), _errors(e, kind)) for e in run.steps]
+    stages = min(_size(run, "pp"), max((len(values) for _, values in rows), default=0)) or 1
     found = []
     for stage in range(stages):
         points = [(step, _at(values, stage, stages, wide)) for step, values in rows]
@@ -77,6 +77,11 @@ def boundary_errors(run: Run, kind: str) -> list[Line]:
         for stage, points in enumerate(found)
         if points
     ]
+
+
+def _size(run: Run, dimension: str) -> int:
+    """Of the mesh; at least 1, whatever was recorded."""
+    return max(1, int(number(run.about, "mesh", dimension) or 1))
 
 
 def _errors(event: Event, kind: str) -> list[Any]:

@@ -30,7 +30,7 @@ from thinwire.report.summary import summarise
 from thinwire.train.metrics import METRICS
 from thinwire.watch import serve
 from thinwire.watch.follow import MOST, Follower
-from thinwire.watch.page import PARTS, LivePage
+from thinwire.watch.page import ABOVE, BELOW, FIGURES, LivePage
 from thinwire.watch.pictures import Pictures
 from thinwire.watch.server import CONNECTIONS, REQUEST, PageServer
 
@@ -151,7 +151,7 @@ def test_hostile_names_and_metrics_are_text(tmp_path: Path) -> None:
     with served(folder) as server:
         parts = json.loads(ask(server, f"/{server.token}/parts").body)
         frame = ask(server, f"/{server.token}/").body.decode()
-        images = re.findall(r'src="(figure/[^"]+)"', parts["figures"] + parts["steps"])
+        images = re.findall(r'src="(figure/[^"]+)"', "".join(parts.values()))
         pictures = [ask(server, f"/{server.token}/{image}").body.decode() for image in images]
     assert len(images) > 8
     for page in (*(f"<div>{part}</div>" for part in parts.values()), *pictures):
@@ -193,7 +193,7 @@ def test_what_is_added_is_on_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     first, *rest = events("safe", 1.0, 100, steps=12)
     folder.mkdir()
     (folder / "run.toml").write_text("[wire]\n")
-    assert "not begun" in text(page.parts()["now"]) and page.parts().keys() == set(PARTS)
+    assert "not begun" in text(page.parts()["now"]) and page.parts().keys() == {*ABOVE, *FIGURES, *BELOW}
     add(folder, first | {"steps": 12})
     assert "○ starting0 of 12" in text(page.parts()["now"])
     add(folder, *rest[:5], '{"kind": "step", "st')
@@ -238,23 +238,23 @@ def test_several_runs_stand_beside_each_other(tmp_path: Path, monkeypatch: pytes
 
 
 def test_drawing_takes_a_small_share_of_the_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two seconds of drawing are followed by nineteen times as long without, whoever asks."""
+    """At first all are drawn; then, where a figure takes a second, one in ten seconds, the oldest first."""
     now = 0.0
-    monkeypatch.setattr("thinwire.watch.pictures.sections.draw", lambda *of: {})
-    monkeypatch.setattr("thinwire.watch.pictures._timeline", lambda *of: pictures.__setattr__("spent", spend()))
 
-    def spend() -> None:
+    def draw(*of: object) -> tuple[None, str, str]:
         nonlocal now
-        now += 2.0
+        now += 1.0
+        return None, "", ""
 
-    runs = [make_run(run, events("max", 1.0, 10, steps=3))]
-    pictures = Pictures(lambda: now)
-    counts = []
-    for version, wait in ((1, 0.0), (1, 100.0), (2, 0.0), (3, 37.0), (3, 1.0), (3, 100.0)):
+    monkeypatch.setattr("thinwire.watch.pictures._jobs", lambda *of: dict.fromkeys("abc", draw))
+    pictures = Pictures(lambda: now, lambda: now)
+    numbers = []
+    for version, wait in ((1, 0.0), (1, 99.0), (2, 0.0), (3, 8.0), (3, 2.0), (3, 10.0), (3, 10.0), (3, 99.0)):
         now += wait
-        pictures.update(runs, summarise(runs), version)
-        counts.append(pictures.count)
-    assert counts == [1, 1, 2, 2, 3, 3]
+        pictures.update((), summarise([make_run(run, ())]), version)
+        numbers.append([picture.number for picture in pictures.drawn.values()])
+    same, one, two, three = [1, 2, 3], [4, 2, 3], [4, 5, 3], [4, 5, 6]
+    assert numbers == [same, same, one, one, two, three, [7, 5, 6], [7, 5, 6]]
 
 
 @pytest.mark.parametrize(

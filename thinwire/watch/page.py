@@ -12,12 +12,13 @@ from thinwire.report import markup
 from thinwire.report.links import link_rates
 from thinwire.report.page import about, headline
 from thinwire.report.runs import Event, Run, number
-from thinwire.report.sections import SECTIONS, Section
+from thinwire.report.sections import SECTIONS
 from thinwire.report.summary import Line, Summary, summarise
 from thinwire.watch.follow import State, begin, look_at, told_by
-from thinwire.watch.pictures import Pictures, Timeline
+from thinwire.watch.pictures import Picture, Pictures, timeline_name
 
-PARTS = ("now", "warnings", "figures", "steps", "told", "members")
+ABOVE, BELOW = ("now", "warnings"), ("steps", "told", "members")
+FIGURES = tuple(section.name for section in SECTIONS)
 RECENT = 20  # steps over which the table's rates are medians
 LAST = 60  # events that are listed
 LONGEST = 400  # characters of one of them
@@ -37,12 +38,12 @@ class LivePage:
         """The page without its parts: headings and places for them."""
         names = ", ".join(str(follower.folder) for follower in self.followers)
         head = '<link rel="stylesheet" href="page.css"/>\n<script src="watch.js" defer="defer"></script>'
-        places = "\n".join(f'<section id="{part}"></section>' for part in PARTS)
         body = (
             f"<header><h1>{markup.text(names)}</h1>\n"
-            '<p class="quiet" id="connection" role="status">loading …</p>\n'
+            '<p class="quiet" id="connection" role="status">Loading: the figures are being drawn …</p>\n'
             "<noscript><p>This page follows the runs by a script of its own, which this browser does not run.</p>"
-            f"</noscript></header>\n<main>\n{places}\n</main>"
+            f"</noscript></header>\n<main>\n{_places(ABOVE)}\n"
+            f'<div class="grid">\n{_places(FIGURES)}\n</div>\n{_places(BELOW)}\n</main>'
         )
         return markup.document(f"thinwire watch: {names}", head, body)
 
@@ -57,15 +58,21 @@ class LivePage:
             return {
                 "now": _now(states, summary),
                 "warnings": markup.notes(_warnings(states, summary)),
-                "figures": _figures(self.pictures),
-                "steps": _steps(self.pictures),
+                **{name: _figure(name, self.pictures) for name in FIGURES},
+                "steps": _steps(len(runs), self.pictures),
                 "told": _told(told_by(states)),
                 "members": _members(states),
             }
 
     def picture(self, name: str) -> bytes | None:
         """The figure of that name as SVG; None where there is none."""
-        return self.pictures.drawn.get(name)
+        found = self.pictures.drawn.get(name)
+        return None if found is None else found.svg
+
+
+def _places(names: Sequence[str]) -> str:
+    """Where the script puts the parts of these names."""
+    return "\n".join(f'<section id="{name}"></section>' for name in names)
 
 
 def _now(states: Sequence[State], summary: Summary) -> str:
@@ -128,36 +135,23 @@ def _warnings(states: Sequence[State], summary: Summary) -> list[str]:
     return [*summary.notes, *(f"{state.run.name}: {warning}." for state in states for warning in state.warnings)]
 
 
-def _figures(pictures: Pictures) -> str:
-    drawn_first = sorted(SECTIONS, key=lambda section: section.name not in pictures.drawn)
-    cells = "\n".join(_cell(section, pictures) for section in drawn_first)
-    return f'<div class="grid">\n{cells}\n</div>' if pictures.count else ""
+def _figure(name: str, pictures: Pictures) -> str:
+    """A figure of all runs."""
+    found = pictures.drawn.get(name)
+    return "" if found is None else f"<h2>{markup.text(found.title)}</h2>{_shown(name, found)}"
 
 
-def _cell(section: Section, pictures: Pictures) -> str:
-    head = f"<h2>{markup.text(section.title)}</h2>"
-    if section.name not in pictures.drawn:
-        return f"<article>{head}{markup.quiet(f'Nothing to draw yet: {section.without}.')}</article>"
-    source = _address(section.name, pictures)
-    return f"<article>{head}{markup.figure(source, section.title, pictures.captions[section.name])}</article>"
-
-
-def _address(name: str, pictures: Pictures) -> str:
-    return f"figure/{name}?{pictures.count}"
-
-
-def _steps(pictures: Pictures) -> str:
+def _steps(runs: int, pictures: Pictures) -> str:
     """Each run's step in the simulator."""
-    parts = [_step(timeline, pictures) for timeline in pictures.timelines]
+    names = [name for at in range(runs) if (name := timeline_name(at)) in pictures.drawn]
+    parts = [f"<h3>{markup.text(pictures.drawn[n].title)}</h3>{_shown(n, pictures.drawn[n], 'broad')}" for n in names]
     return markup.join(["<h2>The step, and what it waits for</h2>", *parts]) if parts else ""
 
 
-def _step(timeline: Timeline, pictures: Pictures) -> str:
-    head = f"<h3>{markup.text(timeline.run)}</h3>"
-    if not timeline.picture:
-        return head + markup.quiet(timeline.words)
-    title = f"Simulated step of {timeline.run}"
-    return head + markup.figure(_address(timeline.picture, pictures), title, timeline.words, "broad")
+def _shown(name: str, picture: Picture, kind: str = "column") -> str:
+    if picture.svg is None:
+        return markup.quiet(picture.words)
+    return markup.figure(f"figure/{name}?{picture.number}", picture.title, picture.words, kind)
 
 
 def _told(events: Sequence[tuple[str, Event]]) -> str:

@@ -109,7 +109,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(made: Path) -> None:
     text = (made / "page.html").read_text()
     page = ET.fromstring(text)
     images = list(page.iter("img"))
-    assert len(images) == 7 + 2 and all(i.attrib["src"].startswith("data:image/png;base64,") for i in images)
+    assert len(images) == 9 + 2 and all(i.attrib["src"].startswith("data:image/png;base64,") for i in images)
     assert all(i.attrib["alt"] for i in images) and len(list(page.iter("figcaption"))) == len(images)
     assert not list(page.iter("script")) and not list(page.iter("link"))
     assert "url(" not in text and "@import" not in text and "http" not in text
@@ -119,7 +119,18 @@ def test_the_page_is_well_formed_and_needs_nothing_else(made: Path) -> None:
 
 def test_figures_lie_beside_the_page(made: Path) -> None:
     names = {path.name for path in made.glob("page-*.png")}
-    kinds = ("loss-time", "loss-bytes", "training", "bytes", "errors", "hit-rate", "step-time", "timeline-1")
+    kinds = (
+        "loss-time",
+        "loss-bytes",
+        "training",
+        "progress",
+        "tokens",
+        "bytes",
+        "errors",
+        "hit-rate",
+        "step-time",
+        "timeline-1",
+    )
     assert {f"page-{kind}.png" for kind in kinds} <= names
     assert all((made / name).read_bytes().startswith(b"\x89PNG") for name in names)
 

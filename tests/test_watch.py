@@ -25,6 +25,7 @@ from test_report import browser, events, write
 
 from thinwire.cli import main
 from thinwire.errors import UsageError
+from thinwire.report.links import boundary_errors, link_rates
 from thinwire.report.runs import make_run
 from thinwire.report.summary import summarise
 from thinwire.train.metrics import METRICS
@@ -57,7 +58,7 @@ def served(*folders: Path) -> Iterator[PageServer]:
 
 def ask(server: PageServer, path: str, host: Sequence[str] | None = None, method: str = "GET") -> Any:
     """The response to a request for `path` as it stands; `host`: the Host headers."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.putrequest(method, path, skip_host=True)
     for name in [f"127.0.0.1:{server.server_port}"] if host is None else host:
         connection.putheader("Host", name)
@@ -66,6 +67,12 @@ def ask(server: PageServer, path: str, host: Sequence[str] | None = None, method
     response.body = response.read()
     connection.close()
     return response
+
+
+def draw_all(page: LivePage) -> None:
+    """Ask for the parts until every figure is drawn."""
+    while page.parts() and len(page.pictures.drawn) <= len(FIGURES):  # and the timelines
+        pass
 
 
 def undrawn(*folders: Path, monkeypatch: pytest.MonkeyPatch) -> LivePage:
@@ -141,6 +148,7 @@ def test_requests_are_bounded(run: Path) -> None:
             line.close()
 
 
+@pytest.mark.slow
 def test_hostile_names_and_metrics_are_text(tmp_path: Path) -> None:
     """Whatever the folder, the run's name, its notes and its numbers are, no element comes from them."""
     first, *rest = with_ranks(events("max", 0.3, 10_000, steps=10))
@@ -149,6 +157,7 @@ def test_hostile_names_and_metrics_are_text(tmp_path: Path) -> None:
     lines.append({"kind": "member", "step": 4, "text": f"rank 3 left {HOSTILE}"})
     folder = Path(write(tmp_path / '"><b>', lines, config=CONFIG_OF_NOBODY))
     with served(folder) as server:
+        draw_all(server.page)
         parts = json.loads(ask(server, f"/{server.token}/parts").body)
         frame = ask(server, f"/{server.token}/").body.decode()
         images = re.findall(r'src="(figure/[^"]+)"', "".join(parts.values()))
@@ -176,6 +185,7 @@ EVENTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(events=EVENTS)
 def test_any_metrics_give_a_page(events: list, tmp_path_factory: pytest.TempPathFactory) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -227,6 +237,23 @@ def test_a_long_run_is_thinned(tmp_path: Path) -> None:
     assert MOST / 2 < len(steps) <= MOST + 1 and steps[-1] == 2 * MOST + 4 and len({*steps}) == len(steps)
 
 
+def test_each_links_rate_and_each_boundarys_error(run: Path) -> None:
+    """Ranks of a tensor-parallel group share a link; where every rank sends both ways, it is named by its stage."""
+    lines = with_ranks(events("max", 0.3, 10, steps=3))
+    plain = make_run(run, lines)
+    assert [(line.name, round(line.points[-1][1])) for line in link_rates(plain)] == [
+        (f"rank {rank}", round((rank + 1) * 8e5 / 0.3)) for rank in range(4)
+    ]
+    found = {kind: boundary_errors(plain, kind) for kind in ("forward", "backward", "gradient")}
+    assert [(line.name, line.points[0]) for line in found["forward"]] == [("0→1", (1.0, pytest.approx(0.15)))]
+    assert [line.name for line in found["backward"]] == ["1→0"] and found["gradient"] == []
+    lines[0]["mesh"] = {"dp": 1, "pp": 2, "tp": 2}
+    assert [line.name for line in link_rates(make_run(run, lines))] == ["ranks 0–1", "ranks 2–3"]
+    for event in lines:
+        event.get("ranks", {}).get("errors", {})["forward"] = [0.1, 0.1, 0.2, 0.2]
+    assert [line.name for line in boundary_errors(make_run(run, lines), "forward")] == ["stage 0", "stage 1"]
+
+
 def test_several_runs_stand_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("a", 2.0), ("b", 1.0)):
         add(tmp_path / name, *events("max", seconds, 100))
@@ -238,7 +265,7 @@ def test_several_runs_stand_beside_each_other(tmp_path: Path, monkeypatch: pytes
 
 
 def test_drawing_takes_a_small_share_of_the_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At first all are drawn; then, where a figure takes a second, one in ten seconds, the oldest first."""
+    """Where a figure takes a second: two per request at first, and then one in ten seconds, the oldest first."""
     now = 0.0
 
     def draw(*of: object) -> tuple[None, str, str]:
@@ -249,12 +276,11 @@ def test_drawing_takes_a_small_share_of_the_time(run: Path, monkeypatch: pytest.
     monkeypatch.setattr("thinwire.watch.pictures._jobs", lambda *of: dict.fromkeys("abc", draw))
     pictures = Pictures(lambda: now, lambda: now)
     numbers = []
-    for version, wait in ((1, 0.0), (1, 99.0), (2, 0.0), (3, 8.0), (3, 2.0), (3, 10.0), (3, 10.0), (3, 99.0)):
+    for version, wait in ((1, 0.0), (1, 0.0), (1, 99.0), (2, 0.0), (3, 8.0), (3, 2.0), (3, 10.0), (3, 10.0), (3, 99.0)):
         now += wait
         pictures.update((), summarise([make_run(run, ())]), version)
         numbers.append([picture.number for picture in pictures.drawn.values()])
-    same, one, two, three = [1, 2, 3], [4, 2, 3], [4, 5, 3], [4, 5, 6]
-    assert numbers == [same, same, one, one, two, three, [7, 5, 6], [7, 5, 6]]
+    assert numbers == [[1, 2], [1, 2, 3], [1, 2, 3], *[[4, 2, 3]] * 2, [4, 5, 3], [4, 5, 6], *[[7, 5, 6]] * 2]
 
 
 @pytest.mark.parametrize(
@@ -333,6 +359,7 @@ def show(url: str, folder: Path, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_browser_follows_it(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script runs under the page's own policy: steps that are added while it looks appear, figures too. In a small
@@ -348,8 +375,9 @@ def test_a_browser_follows_it(run: Path, tmp_path: Path, monkeypatch: pytest.Mon
         add(tmp_path / "grows", *(rest.pop(0) for _ in range(min(2, len(rest) - 4))))
         return asked(page)
 
-    monkeypatch.setattr(LivePage, "parts", grow)
     with served(run, tmp_path / "grows") as server:
+        draw_all(server.page)
+        monkeypatch.setattr(LivePage, "parts", grow)
         page = show(server.url, tmp_path, "--dump-dom", "--window-size=1280,2000")
         steps = re.search(r"● running</td><td>(\d+)</td>", page)
         assert steps is not None and int(steps[1]) >= 3

@@ -23,6 +23,7 @@ from thinwire.report.summary import Summary
 from thinwire.report.timeline import explained, simulated
 
 PAUSE = 9  # times as long as a figure took to draw, until the next one is drawn
+LONGEST = 1.0  # seconds after which the rest is left for the next time: somebody waits for the numbers
 Drawn = tuple[Figure | None, str, str]  # a figure, its title, and the words under it or why there is none
 Job = Callable[[], Drawn]
 
@@ -53,12 +54,12 @@ class Pictures:
         self._next = 0.0
 
     def update(self, runs: Sequence[Run], summary: Summary, version: Hashable) -> None:
-        """Draw what shows another `version` of `runs` than this one: at once what was never drawn, and of the others as
-        many as there is time for."""
-        jobs = _jobs(runs, summary)
+        """Draw what shows another `version` of `runs` than this one, as far as there is time: what was never drawn
+        before, and then what was not drawn for longest."""
+        jobs, began = _jobs(runs, summary), self.clock()
         due = [name for name in jobs if self._of.get(name) != version]
         for name in sorted(due, key=lambda name: self.drawn[name].number if name in self.drawn else 0):
-            if name in self.drawn and self.clock() < self._next:
+            if self.clock() - began > LONGEST or (name in self.drawn and self.clock() < self._next):
                 return
             self._draw(name, jobs[name])
             self._of[name] = version

@@ -14,10 +14,10 @@ Weights = dict[str, Tensor]
 class Net(nn.Module):
     """Two layers with numbers, so that fragments have something to deal out; a buffer, and a frozen parameter."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 24) -> None:
         super().__init__()
         g = torch.Generator().manual_seed(3)
-        self.layers = nn.ModuleList([nn.Linear(8, 24), nn.Linear(24, 8)])
+        self.layers = nn.ModuleList([nn.Linear(8, hidden), nn.Linear(hidden, 8)])
         self.scale = nn.Parameter(torch.ones(()))
         self.fixed = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("seen", torch.zeros(()))
@@ -55,8 +55,8 @@ def trained(model: nn.Module) -> Weights:
 class Sites:
     """All sites of a run in this process: models, inner optimisers, one anchor."""
 
-    def __init__(self, count: int) -> None:
-        self.models = [Net() for _ in range(count)]
+    def __init__(self, count: int, hidden: int = 24) -> None:
+        self.models = [Net(hidden) for _ in range(count)]
         self.inner = [inner_of(model) for model in self.models]
         self.anchor = trained(self.models[0])
 

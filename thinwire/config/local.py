@@ -19,7 +19,7 @@ CARRY = "carry"  # as `mix`: what was learnt since sending is kept whole
 OuterFactory = Callable[[Iterable[Tensor]], Optimizer]
 
 # Every tile of 64 × 64 sends its 64 largest values, two bits each, with error feedback
-TILES = {"codec": "tile_top_k", "k": 64, "tile": 64}
+TILES = {"codec": "tile_topk", "k": 64, "tile": 64}
 LOCAL_PRESETS: dict[str, dict[str, Any]] = {
     # DiLoCo (arXiv 2311.08105): exact means, Nesterov outside
     "diloco": {"wire": "off", "every": 100, "outer_lr": 0.7, "momentum": 0.9},

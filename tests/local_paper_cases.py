@@ -7,7 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 from local_support import Net, Sites, inner_of, train, trained
-from rank_cases import check, check_equal
+from rank_cases import check, check_equal, check_ranks_agree
 from torch import Tensor
 
 from thinwire.parallel import LocalSteps
@@ -23,7 +23,7 @@ def rounded(scale: Tensor, up: bool) -> Tensor:
 
 
 def site_of(preset: str, every: int, **how: int) -> tuple[Net, LocalSteps, int]:
-    """This rank's model after fifty rounds, and how many steps that took."""
+    """This rank's model after fifty rounds, and how many steps that took; all sites have one anchor."""
     model = Net(HIDDEN)
     inner = inner_of(model)
     local = LocalSteps(model.named_parameters(), inner, preset, every=every, **how)
@@ -31,7 +31,15 @@ def site_of(preset: str, every: int, **how: int) -> tuple[Net, LocalSteps, int]:
     for step in range(1, steps + 1):
         train(model, inner, step, dist.get_rank())
         local.step()
+    with local.at_anchor():
+        check_ranks_agree("anchors", trained(model))
     return model, local, steps
+
+
+def is_checked(local: LocalSteps) -> bool:
+    """Straight-line code of all sites is run by the first one; the others have nothing left to do."""
+    local.close()
+    return dist.get_rank() == 0
 
 
 def nesterov(anchor: Tensor, mean: Tensor, velocity: Tensor) -> Tensor:
@@ -43,6 +51,8 @@ def nesterov(anchor: Tensor, mean: Tensor, velocity: Tensor) -> Tensor:
 def diloco_is_the_published_algorithm() -> None:
     """arXiv 2311.08105: Δ = mean of (anchor − θ_i), Nesterov outside, all sites restart from the anchor."""
     model, local, steps = site_of("diloco", 2)
+    if not is_checked(local):
+        return
     sites = Sites(dist.get_world_size(), HIDDEN)
     velocity = {name: torch.zeros_like(a) for name, a in sites.anchor.items()}
     for step in range(1, steps + 1):
@@ -53,7 +63,6 @@ def diloco_is_the_published_algorithm() -> None:
                 sites.weights(site)[name].copy_(sites.anchor[name])
     check_equal("weights", trained(model), sites.weights(0), tolerance=1e-5)
     check((local.rounds, local.settings.fragments) == (ROUNDS, 1), f"{local.rounds} rounds")
-    local.close()
 
 
 def fp4(x: Tensor) -> Tensor:
@@ -70,8 +79,10 @@ def fp4(x: Tensor) -> Tensor:
 def streaming_diloco_is_the_published_algorithm() -> None:
     """arXiv 2501.18512: fragment p is sent at its own offset as fp4, applied a step later by Nesterov, and half of the
     local weights is kept."""
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size = dist.get_world_size()
     model, local, steps = site_of("streaming-diloco", 4, fragments=2)
+    if not is_checked(local):
+        return
     sites = Sites(size, HIDDEN)
     velocity = {name: torch.zeros_like(a) for name, a in sites.anchor.items()}
     under_way: dict[int, tuple[int, dict[str, Tensor]]] = {}
@@ -95,9 +106,8 @@ def streaming_diloco_is_the_published_algorithm() -> None:
                     mean = sum(sent[1:], start=sent[0]) / size
                     means |= {n: mean[span].view(shape) for n, span, shape in unit.spans()}
                 under_way[number] = step + 1, means
-    check_equal("weights", trained(model), sites.weights(rank), tolerance=1e-4)
+    check_equal("weights", trained(model), sites.weights(0), tolerance=1e-4)
     check(local.rounds == 2 * ROUNDS - 1, f"{local.rounds} rounds of two fragments, the last under way")
-    local.close()
 
 
 def bin_means(values: Tensor) -> Tensor:
@@ -160,8 +170,10 @@ def ours_is_its_formula() -> None:
 
 
 def _without_momentum(preset: str, values_code) -> None:
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size = dist.get_world_size()
     model, local, steps = site_of(preset, 2, delay=0)
+    if not is_checked(local):
+        return
     sites, residuals = Sites(size, HIDDEN), {}
     for step in range(1, steps + 1):
         sites.train(step)
@@ -170,9 +182,8 @@ def _without_momentum(preset: str, values_code) -> None:
             sites.anchor[name] = sites.anchor[name] - mean
             for site in range(size):
                 sites.weights(site)[name].copy_(sites.anchor[name])
-    check_equal("weights", trained(model), sites.weights(rank), tolerance=1e-4)
+    check_equal("weights", trained(model), sites.weights(0), tolerance=1e-4)
     check(local.summary().ratio > 40, f"two steps per round: {local.summary()}")
-    local.close()
 
 
 CASES = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import local_cases
 import local_paper_cases
+import local_site_cases
 import pytest
 from rank_cases import name_of, run_cases
 from rank_launch import launch, needs_network, passed
@@ -12,18 +13,27 @@ from thinwire.errors import UsageError
 from thinwire.lab import Network
 from thinwire.local_steps.schedule import Schedule, split_fragments
 
-PRELOAD = ("torch", "torch.distributed.checkpoint", "torch.distributed.tensor", "local_cases", "local_paper_cases")
+PRELOAD = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "local_cases",
+    "local_paper_cases",
+    "local_site_cases",
+)
+STRAIGHT = [*local_paper_cases.CASES, *local_site_cases.CASES]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    cases = [*local_paper_cases.CASES, *local_cases.cases(str(tmp_path_factory.mktemp("local")))]
+    cases = [*STRAIGHT, *local_cases.cases(str(tmp_path_factory.mktemp("local")))]
     with Network(hosts=4, preload=PRELOAD) as net:
         found = launch(net, run_cases, cases, timeout=150)
     return {name_of(case).partition("(")[0]: (found, case) for case in cases}
 
 
-NAMES = [name_of(case).partition("(")[0] for case in (*local_paper_cases.CASES, *local_cases.cases(""))]
+NAMES = [name_of(case).partition("(")[0] for case in (*STRAIGHT, *local_cases.cases(""))]
 
 
 @pytest.mark.lab

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from local_support import loss_of
-from rank_cases import check, check_equal, check_ranks_agree
+from rank_cases import check, check_equal, check_ranks_agree, refused
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.parallel import LocalSteps
+from thinwire.parallel import LocalSteps, local_steps
 
 HOW = {"every": 3, "fragments": 2, "delay": 1}
 EIGHT_BITS = tw.Wire(gradient=tw.Reduction(tw.collectives.Quantized(8), exact_dims=0))
@@ -92,4 +93,25 @@ def one_of_several_copies_sends() -> None:
     check_equal("with copies", results[1], results[0])
 
 
-CASES = [shards_average_with_their_twins, one_of_several_copies_sends]
+def a_ddp_model_counts_its_optimisers_steps() -> None:
+    """One call: gradients stay local, every step of the optimiser is an inner step; the bits of LocalSteps itself."""
+    rank = dist.get_rank()
+    plain, wrapped = net(), DistributedDataParallel(net())
+    inner = inner_of(plain)
+    local = LocalSteps(plain.named_parameters(), inner, EIGHT_BITS, **HOW)
+    run(plain, inner, local, rank, range(1, 8))
+    other = inner_of(wrapped)
+    attached = local_steps(wrapped, EIGHT_BITS, inner=other, **HOW)
+    for step in range(1, 8):
+        other.zero_grad()
+        loss_of(wrapped, step, rank).backward()
+        other.step()
+    check_equal("attached", whole(wrapped.module), whole(plain))
+    check(attached.steps == 7 and attached.rounds == local.rounds > 2, f"{attached.rounds} rounds")
+    with refused("a communication hook already"):
+        local_steps(wrapped, EIGHT_BITS, inner=other)
+    for one in (local, attached):
+        one.close()
+
+
+CASES = [shards_average_with_their_twins, one_of_several_copies_sends, a_ddp_model_counts_its_optimisers_steps]

@@ -22,7 +22,7 @@ class Fragment:
     """Some parameters with their anchors.
 
     number: of the fragment. parameters: by name. units: in which they are exchanged. outer: makes the outer optimiser
-    of the anchors. host: anchors, and so the outer optimiser's state, are in host memory.
+    of the anchors. host: anchors, and with them the outer optimiser's state and the exchange, are in host memory.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class Fragment:
         self.number = number
         self.parameters = dict(parameters)
         self.units = units
+        self.home = torch.device("cpu") if host else self.device  # of anchors and means
         self.anchors = {name: _anchor(p, host) for name, p in parameters.items()}
         self.outer: Optimizer = outer(list(self.anchors.values()))
         self.tokens = 0.0  # that this site has trained on since the fragment was sent
@@ -46,11 +47,11 @@ class Fragment:
 
     @torch.no_grad()
     def outer_gradient(self) -> dict[Unit, Tensor]:
-        """Δ = anchor − θ of every unit, flat."""
+        """Δ = anchor − θ of every unit, flat, where the anchors are."""
         weights = self.weights()
         out = {}
         for unit in self.units:
-            parts = [(self._anchor_beside(name) - weights[name]).reshape(-1) for name in unit.parameters]
+            parts = [(self.anchors[name] - weights[name].to(self.home)).reshape(-1) for name in unit.parameters]
             out[unit] = torch.cat(parts)
         return out
 

@@ -68,8 +68,9 @@ class LocalSteps:
     applying its mean, less than `every`; sending goes on meanwhile on a thread.
     mix: "carry" keeps what a site has learnt since sending, θ ← anchor + (θ − θ_sent); a share α from 0 to under 1 is
     θ ← α·θ + (1 − α)·anchor.
-    warmup: the first inner steps, after each of which weights are averaged exactly. host: anchors and the outer
-    optimiser's state are kept in host memory. seed: of stochastic rounding and random choices.
+    warmup: the first inner steps, after each of which weights are averaged exactly. host: anchors, the outer
+    optimiser's state and residuals are kept in host memory, and exchanged from there, over Gloo. seed: of stochastic
+    rounding and random choices.
     parts: ranks of this site that hold other parts of the model (tensor parallel, pipeline; of FSDP2 they are known).
     copies: ranks of this site that hold the same part (DDP): the first of them sends, the others are told the mean.
 
@@ -108,8 +109,7 @@ class LocalSteps:
         ]
         self.thread = CommunicationThread("thinwire local steps")
         self.in_flight: dict[int, Round] = {}
-        self.steps = 0  # inner steps, those of a loaded state included
-        self.resumed = 0
+        self.steps = self.resumed = 0  # inner steps, those of a loaded state included; of them, those of the state
         self.rounds = 0  # fragments' means that were applied or dropped
         self.skips = 0  # of them, those dropped
         self.returns = 0  # of them, those in which this site's weights were not finite
@@ -119,13 +119,13 @@ class LocalSteps:
     ) -> Site:  # fmt: skip
         """Process groups of its own, and the exchange between the sites."""
         sites, self.rank = world(self.group)
-        inside = [twin(g) if g is not None and world(g)[0] > 1 else None for g in (parts, copies)]
+        backend = "gloo" if self.settings.host else None  # what is exchanged is then in host memory
+        inside = [twin(g, backend) if g is not None and world(g)[0] > 1 else None for g in (parts, copies)]
         self.sends = inside[1] is None or world(inside[1])[1] == 0
-        own = twin(self.group) if sites > 1 else None
+        own = twin(self.group, backend) if sites > 1 else None
         self.shard = f"shard{world(parts)[1]}of{world(parts)[0]}" if inside[0] is not None else None
-        precompile_averaging(
-            "outer gradients", self.reduction, {n: own_part(p) for n, p in self.parameters.items()}, sites
-        )
+        tensors = {name: own_part(p) for name, p in self.parameters.items()}
+        precompile_averaging("outer gradients", self.reduction, tensors, sites)
         streams = settled_streams(self.settings.wire.streams, own or ALONE)
         seed = seed if parts is None else seed * world(parts)[0] + world(parts)[1]
         exchange = Exchange(shapes, self.reduction, own or ALONE, seed, streams=streams, units=units)
@@ -193,7 +193,7 @@ class LocalSteps:
         round = Round(fragment.number, self.steps, fragment.outer_gradient(), fragment.tokens, exact, sent)
         fragment.tokens = 0.0
         self.in_flight[fragment.number] = round
-        self.thread.submit(partial(round.run, self.site), fragment.device, lambda error: round.arrived.set())
+        self.thread.submit(partial(round.run, self.site), fragment.home, lambda error: round.arrived.set())
 
     def _arrived(self, number: int) -> Round:
         round = self.in_flight[number]

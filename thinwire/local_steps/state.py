@@ -109,7 +109,7 @@ def _load_round(fragment: Fragment, state: Mapping[str, Tensor]) -> Round | None
     names = fragment.parameters
     round.sent = {n: state[f"sent/{n}"].to(fragment.device) for n in names if f"sent/{n}" in state}
     if not dropped:
-        round.means = {unit: _joined(unit, state, fragment.device) for unit in fragment.units}
+        round.means = {unit: _joined(unit, state, fragment.home) for unit in fragment.units}
     round.arrived.set()
     return round
 

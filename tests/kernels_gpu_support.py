@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from inputs import DISTRIBUTIONS, tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OPS = ("bits", "checksum", "delta", "hadamard", "indices", "quantize", "seal", "select", "sign", "ternary")
+OPS = ("bits", "checksum", "delta", "hadamard", "indices", "quantize", "seal", "select", "sign", "ternary", "tiles")
 
 
 @contextlib.contextmanager

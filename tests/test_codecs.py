@@ -325,3 +325,43 @@ def test_centered_keeps_low_rank_s_warm_start():
     best = float(torch.linalg.svdvals(x)[4:].norm())
     assert best <= errors[0] * (1 + 1e-9) and errors[1] <= errors[0] <= 1.02 * best
     assert float((roundtrip(c.LowRank(4), x) - x).norm()) > 1.05 * best
+
+
+def test_tiles_send_as_many_of_each():
+    """Whole tiles, and those at the edges in proportion; of several tensors in one flat message, each by its shape."""
+    x = tensor("student", (10, 13), torch.float32, 2)
+    y = roundtrip(c.TileTopK(2, 4), x)
+    sent = [int((y[i : i + 4, j : j + 4] != 0).sum()) for i in (0, 4, 8) for j in (0, 4, 8, 12)]
+    assert sent == [2, 2, 2, 1, 2, 2, 2, 1, 1, 1, 1, 1] and torch.equal(y[y != 0], x[y != 0])
+    assert float(x[:4, :4].abs().sort(descending=True).values.view(-1)[1:].min()) >= 0
+    assert float(y[:4, :4].abs()[y[:4, :4] != 0].min()) == float(x[:4, :4].abs().view(-1).sort().values[-2])
+    flat = torch.cat((x.view(-1), x.view(-1)[:37]))
+    codec = c.TileTopK(2, 4).for_shapes([(10, 13), (37,)])
+    both = roundtrip(codec, flat)
+    assert torch.equal(both[:130].view(10, 13), y) and torch.equal(both[130:], roundtrip(c.TileTopK(2, 4), flat[130:]))
+    large = c.TileTopK(64, 64, c.TwoLevels())
+    assert 8 * large.nbytes((1024, 1024), torch.float32) / (2**20 / 64) == pytest.approx(10.06, abs=0.01)
+
+
+def test_two_levels_fit_large_values_best():
+    """Squared error on what tiles pick, against SparseLoCo's two bits and our grid: a third, at as many bits."""
+    for kind in ("gaussian", "laplace", "student"):
+        x = tensor(kind, (256, 256), torch.float32, 0)
+        values = roundtrip(c.TileTopK(), x)
+        values = values[values != 0]
+        ours, theirs, grid = (
+            float((roundtrip(codec, values) - values).square().sum())
+            for codec in (c.TwoLevels(), c.BinMeans(), c.Quantize(2, block=512, scale="mse"))
+        )
+        assert ours < 0.45 * theirs and ours < 0.45 * grid, kind
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_powers_of_two_are_the_nearest(bits):
+    x = tensor("laplace", (1280,), torch.float32, bits)
+    y = roundtrip(c.PowerOfTwo(bits), x)
+    for part, coded in zip(x.view(-1, 128), y.view(-1, 128)):
+        scale = coded.abs().max()
+        levels = torch.cat((scale * 2.0 ** -torch.arange(2.0 ** (bits - 1) - 1), torch.zeros(1)))
+        nearest = (part.abs()[:, None].double() - levels).abs().amin(1)
+        assert torch.equal((part.double() - coded).abs(), nearest)

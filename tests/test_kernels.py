@@ -16,6 +16,7 @@ from inputs import DISTRIBUTIONS, tensor
 
 from thinwire.kernels import bits, checksum, delta, hadamard, indices, quantize, random, scales, select, sign, ternary
 from thinwire.kernels.cpu import quantize as cpu_quantize
+from thinwire.kernels.tiles import top_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 sizes = st.one_of(st.sampled_from([0, 1, 7, 8, 127, 128, 129, 8192, 8200]), st.integers(0, 3000))
@@ -136,6 +137,17 @@ def test_hadamard_is_an_isometry(x, block, seed):
     back = [hadamard.rotate(turned, block, seed, inverse=True, impl=impl) for impl in ("reference", "cpu")]
     assert same(*back)
     assert torch.allclose(back[0], x.float(), rtol=1e-4, atol=1e-5 * float(x.float().abs().max()) if x.numel() else 0)
+
+
+@given(floats.filter(lambda x: x.numel() > 0), st.integers(1, 4), st.floats(0, 1))
+def test_top_rows(x, rows, share):
+    """As many of every row, the largest, ties by index."""
+    x = torch.stack([x.roll(i) for i in range(rows)])
+    k = max(1, round(share * x.shape[1]))
+    index = top_rows(x, k, "reference")
+    assert torch.equal(index, top_rows(x, k, "cpu"))
+    for row, chosen in zip(x, index):
+        assert torch.equal(select.top(row, k, "reference")[0], chosen)
 
 
 @given(floats.filter(lambda x: x.numel() > 0), st.floats(0, 1))

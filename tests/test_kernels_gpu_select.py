@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from inputs import tensor
 from kernels_gpu_support import DEVICE, DTYPES, both, few, floats, interpreted, same, shifted, some  # noqa: F401
 
-from thinwire.kernels import delta, indices, quantize, select
+from thinwire.kernels import delta, indices, quantize, select, tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")
 
@@ -32,6 +32,14 @@ def test_select(x, share):
         padded = both(lambda to, impl, cap=cap: into(to(x), kth[0], cap, impl))
         assert all(same(*pair) for pair in zip(*padded))
     assert same(*both(lambda to, impl: select.scatter_add(to(x), to(tops[0][0]), to(tops[0][1]), impl)))
+
+
+@few(8)
+@given(floats.filter(lambda x: x.numel() > 0), st.integers(1, 5), st.floats(0, 1))
+def test_top_rows(x, rows, share):
+    x = torch.stack([x.roll(i) for i in range(rows)])
+    k = max(1, round(share * x.shape[1]))
+    assert same(*both(lambda to, impl: tiles.top_rows(to(x), k, impl)))
 
 
 def into(x, threshold, cap, impl):

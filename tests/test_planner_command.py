@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from thinwire.planner import network, sizes
 from thinwire.planner.config import Run, read_run
 from thinwire.planner.model import UNIT_BYTES, Model, units, values
 from thinwire.planner.predict import BreakEven, predict, sweep, worth
+from thinwire.planner.rounds import rounds_of
 from thinwire.planner.schedule import generate
 from thinwire.planner.settings import preset, read_wire
 from thinwire.planner.step import Send, Traffic
@@ -374,3 +376,24 @@ def test_slices_of_tensor_parallel_ranks() -> None:
 
 def test_example_is_the_shipped_file(config: Path) -> None:
     assert read_run(tomllib.loads(config.read_text())).pp == 4
+
+
+def test_rounds_of_local_steps() -> None:
+    """A round costs what its exchange sends; a step its share of it; the least `every` is where the times meet."""
+    run = small()
+    exact, sparse = rounds_of(run, "diloco"), rounds_of(run, "sparseloco")
+    shapes = [s for stage in range(4) for s in run.model.stage(stage, 4)] + [(500, 64)]
+    assert exact.cost.nbytes == 4 * sum(map(values, shapes))  # two sites: 2·(P − 1)/P
+    codec = codecs.TileTopK(values=codecs.BinMeans())
+    coded = codec.for_shapes(shapes)
+    assert sparse.cost.nbytes == coded.nbytes((sum(map(values, shapes)),), torch.float32)
+    assert exact.step_seconds(run) == pytest.approx(exact.computing + exact.round_seconds(run) / 100)
+    slow = predict(run, preset("max")).makespan
+    least = exact.every_for(run, slow)
+    assert least is not None and exact.computing + exact.round_seconds(run) / least <= slow
+    assert exact.computing + exact.round_seconds(run) / (least - 1) > slow
+    assert exact.every_for(run, exact.computing / 2) is None and sparse.every_for_share(run) < exact.every_for_share(
+        run
+    )
+    hidden = replace(exact, delay=10**6)
+    assert hidden.step_seconds(run) == hidden.computing and hidden.every_for(run, slow) == 1

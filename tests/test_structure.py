@@ -21,6 +21,7 @@ LEVELS = [
     ("config",),
     ("planner", "terminal"),
     ("lab", "data_parallel", "pipeline"),
+    ("local_steps",),
     ("train", "theory", "parallel"),
     ("thinwire",),  # the public names
     ("report", "bench", "doctor"),

@@ -8,10 +8,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from thinwire.config.presets import PRESETS
+from thinwire.config.presets import LOCAL_PRESETS, PRESETS
 from thinwire.errors import UsageError
 from thinwire.installed import check_figures
 from thinwire.planner import predict as predictions
+from thinwire.planner import rounds
 from thinwire.planner.config import Run, load
 from thinwire.planner.settings import Wire, preset
 from thinwire.planner.simulate import Message, Result
@@ -33,6 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", help="of the slow network, per port: 100mbit, 1gbit, unlimited")
     parser.add_argument("--latency", help="of the slow network, one way: 10ms")
     parser.add_argument("--sweep", metavar="rate=LOW..HIGH", help="step time against rate: rate=1mbit..10gbit")
+    parser.add_argument(
+        "--local-steps", action="store_true", help="also sites that average seldom: bytes and seconds per token"
+    )
     parser.add_argument("--figure", metavar="PATH", default="out/plan/sweep.png", help="where --sweep draws")
     parser.add_argument("--timeline", metavar="PATH", help="draw the step: compute, wire and codec of every rank")
     parser.add_argument("--trace", metavar="PATH", help="the step as Chrome-trace JSON")
@@ -63,8 +67,10 @@ def run(args: argparse.Namespace) -> int:
     _show_steps(steps, f"{title}: predicted step times")
     document: dict[str, Any] = {"title": title, "messages": _records(result), "steps": steps}
     document["worth_compressing"] = _worth(plan, plan.wire or preset("safe"))
+    if args.local_steps:
+        document["local_steps"] = _show_rounds(plan, steps, title)
     if rates:
-        document["sweep"] = _sweep(plan, wires, rates, args.figure, title)
+        document["sweep"] = _sweep(plan, wires, rates, args.figure, title, args.local_steps)
     _write_pictures(result, f"{title}, {wire.name}", args)
     write_json(args.json, document)
     return 0
@@ -205,10 +211,49 @@ def _worth(plan: Run, wire: Wire) -> dict[str, Any]:
     }
 
 
-def _sweep(plan: Run, wires: list[Wire], rates: list[float], path: str, title: str) -> dict[str, Any]:
+def _show_rounds(plan: Run, steps: list[dict[str, Any]], title: str) -> list[dict[str, Any]]:
+    """Print the local presets, every replica a site, beside the per-step wires; their figures."""
+    if plan.dp < 2:
+        raise UsageError("--local-steps: needs two replicas or more, [mesh] dp = 2: each is a site")
+    tokens = rounds.tokens_per_step(plan)
+    off = next(s for s in steps if s["wire"] == "off")
+    found = [rounds.rounds_of(plan, name) for name in LOCAL_PRESETS]
+    records = [
+        {"wire": s["wire"], "every": None, "bytes_per_token": s["sent"] / tokens, "s_per_token": s["step_s"] / tokens}
+        for s in steps
+    ] + [
+        {"wire": r.name, "every": r.every, "bytes_per_token": r.cost.nbytes / r.every / tokens,
+         "s_per_token": r.step_seconds(plan) / tokens, "round_s": r.round_seconds(plan),
+         "computing": r.computing / r.step_seconds(plan), "every_for_95": r.every_for_share(plan),
+         "every_as_fast": {s["wire"]: r.every_for(plan, s["step_s"]) for s in steps}}
+        for r in found
+    ]  # fmt: skip
+    rows = [
+        [r["wire"], r["every"], f"{r['bytes_per_token']:.4g}", f"{1e6 * r['s_per_token']:.4g}",
+         f"{off['step_s'] / tokens / r['s_per_token']:.2f}×", r.get("every_for_95"),
+         r["every_as_fast"].get("max") if "every_as_fast" in r else None]
+        for r in records
+    ]  # fmt: skip
+    columns = (
+        "wire",
+        "every",
+        "bytes per token",
+        "µs per token",
+        "against off",
+        "every for 95 %",
+        "every as fast as max",
+    )
+    notes = "local steps: a replica is a site, its pipeline inside; 95 %: of the time, for computing"
+    table(f"{title}: {plan.dp} sites, local steps beside per-step wires", columns, rows, notes)
+    return records
+
+
+def _sweep(
+    plan: Run, wires: list[Wire], rates: list[float], path: str, title: str, local_steps: bool
+) -> dict[str, Any]:
     from thinwire.planner import figures
 
-    curves = predictions.sweep(plan, wires, rates)
+    curves = predictions.sweep(plan, wires, rates) + (rounds.curves(plan, rates) if local_steps else [])
     faster = [{base: str(found) for base, found in c.faster_than.items()} for c in curves]
     rows = [[c.wire, f.get("off"), f.get("bf16")] for c, f in zip(curves, faster)]
     table("Faster", ("wire", "than off", "than bf16"), rows, f"figure: {path}")

@@ -11,24 +11,27 @@ from typing import TYPE_CHECKING, Any
 from thinwire.codecs.base import Codec, is_finite
 from thinwire.codecs.compose import Centered, Induced, Rotated
 from thinwire.codecs.exact import Cast, Identity
+from thinwire.codecs.levels import BinMeans, PowerOfTwo, TwoLevels
 from thinwire.codecs.lowrank import LowRank
 from thinwire.codecs.quantize import Quantize, ScaledSign
 from thinwire.codecs.sparse import Chain, RandK, TopK
+from thinwire.codecs.tiles import TileTopK
 from thinwire.registry import Constructors, construct
 
 if TYPE_CHECKING:
     from thinwire.codecs.theory import Dither, Natural, NaturalDither, Ternary
 
 __all__ = [
-    "Cast", "Centered", "Chain", "Codec", "Dither", "Identity", "Induced", "LowRank", "Natural", "NaturalDither",
-    "Quantize", "RandK", "Rotated", "ScaledSign", "Ternary", "TopK", "is_finite", "make",
+    "BinMeans", "Cast", "Centered", "Chain", "Codec", "Dither", "Identity", "Induced", "LowRank", "Natural",
+    "NaturalDither", "PowerOfTwo", "Quantize", "RandK", "Rotated", "ScaledSign", "Ternary", "TileTopK", "TopK",
+    "TwoLevels", "is_finite", "make",
 ]  # fmt: skip
 
 _THEORY = ("Dither", "Natural", "NaturalDither", "Ternary")
 
 CODECS: Constructors[Codec] = Constructors(__name__, (
     "Identity", "Cast", "Quantize", "ScaledSign", "Natural", "Dither", "NaturalDither", "Ternary", "TopK", "RandK",
-    "LowRank", "Chain", "Rotated", "Centered", "Induced",
+    "LowRank", "Chain", "Rotated", "Centered", "Induced", "TileTopK", "TwoLevels", "BinMeans", "PowerOfTwo",
 ))  # fmt: skip
 
 

@@ -50,6 +50,10 @@ class Codec:
         """How many values one gate bit decides for: the codec's block, or 128."""
         return getattr(self, "block", None) or GATE_BLOCK
 
+    def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
+        """This codec for the flat concatenation of several tensors; the same, where shapes mean nothing to it."""
+        return self
+
     def encode(self, x: Tensor, seed: int = 0, prev: Tensor | None = None) -> Tensor:
         """x → uint8[nbytes]. NaN or Inf: ValueError. prev: the `right_factor` of the key's last message, if any."""
         wire, finite = self.encode_flagged(x, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,10 @@ class Gather(Collective):
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             raise UsageError(f"Gather wants a codec, not {self.codec!r}")
+
+    def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Collective:
+        codec = self.codec.for_shapes(shapes)
+        return self if codec is self.codec else Gather(codec)
 
     def steps(
         self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0

@@ -94,6 +94,44 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "embedding": {"collective": "quantized", "bits": 4, "memory": "error_feedback", "sync": "fused"},
     },
 }
+# Every tile of 64 × 64 sends its 64 largest values, two bits each, with error feedback
+TILES = {"codec": "tile_topk", "k": 64, "tile": 64}
+LOCAL_PRESETS: dict[str, dict[str, Any]] = {
+    # DiLoCo (arXiv 2311.08105): exact means, Nesterov outside
+    "diloco": {"wire": "off", "every": 100, "outer_lr": 0.7, "momentum": 0.9},
+    # Streaming DiLoCo (arXiv 2501.18512): fragments at their own offsets, four bits without a mantissa, one step of
+    # delay, and half of the local weights kept
+    "streaming-diloco": {
+        "wire": {
+            "gradient": {
+                "collective": "gather", "codec": {"codec": "power_of_two", "bits": 4}, "memory": "plain",
+                "exact_dims": 0,
+            }
+        },
+        "every": 100, "fragments": 4, "delay": 1, "mix": 0.5, "outer_lr": 0.7, "momentum": 0.9,
+    },
+    # SparseLoCo (arXiv 2508.15706): error feedback takes the place of the outer momentum
+    "sparseloco": {
+        "wire": {
+            "gradient": {
+                "collective": "gather", "codec": {**TILES, "values": {"codec": "bin_means"}},
+                "memory": {"memory": "error_feedback", "decay": 0.95}, "exact_dims": 0,
+            }
+        },
+        "every": 30, "outer_lr": 1.0, "momentum": 0.0, "nesterov": False,
+    },
+    # ours: as SparseLoCo, two magnitudes that fit each tile's values best, coded indices, and sending hidden behind a
+    # step; what was learnt meanwhile is carried over whole
+    "local-max": {
+        "wire": {
+            "gradient": {
+                "collective": "gather", "codec": {**TILES, "values": {"codec": "two_levels", "block": 512}},
+                "memory": {"memory": "error_feedback", "decay": 0.95}, "exact_dims": 0,
+            }
+        },
+        "every": 30, "delay": 1, "outer_lr": 1.0, "momentum": 0.0, "nesterov": False,
+    },
+}  # fmt: skip
 KEYS = ("preset", "forward", "backward", "gradient", "embedding", "auto", "streams")
 
 

@@ -34,17 +34,18 @@ class Exchange:
     shapes: of the tensors, by name, in declaration order. reduction: how they are averaged, over `group`. seed: of
     stochastic rounding and random choices, equal on all ranks. own_group: nobody else uses the group, now or later, so
     the receives of the next step may be posted when this one's have arrived. streams: flows per message (flows.py).
+    units: how the tensors are cut; None: as the reduction says.
     """
 
     def __init__(
         self, shapes: Mapping[str, Shape], reduction: Reduction, group: Group = None, seed: int = 0,
-        own_group: bool = False, streams: int = 1,
+        own_group: bool = False, streams: int = 1, units: list[Unit] | None = None,
     ) -> None:  # fmt: skip
         self.reduction = reduction
         self.size, rank = world(group)  # known also after the group is destroyed
         self.transit = Transit(self.size, rank)
         self.group = Metered(ALONE if self.size == 1 else unmetered(group), transit=self.transit)
-        self.units = make_units(shapes, reduction)
+        self.units = make_units(shapes, reduction) if units is None else units
         self.channels = {
             unit: Channel(
                 reduction.collective.for_shapes(unit.shapes), Plain() if unit.exact else reduction.memory,

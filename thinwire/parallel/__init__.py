@@ -1,7 +1,8 @@
 """The public names of the adapters to torch, each imported from its room when it is first used.
 
 Data parallel: `compress_ddp`, `compress_fsdp`, `compress_trainer`, `Reducer`, `TiedEmbedding`, `TiedRows`,
-`RowEmbedding`, `all_reduce`, `read_state`. Pipeline: `CompressedStage`, `Pipeline`, `Plan`.
+`RowEmbedding`, `all_reduce`, `read_state`. Between sites: `LocalSteps`, `local_steps`. Pipeline: `CompressedStage`,
+`Pipeline`, `Plan`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ _HOME = {
     "RowEmbedding": "thinwire.data_parallel.tied_embedding",
     "all_reduce": "thinwire.data_parallel.all_reduce",
     "read_state": "thinwire.data_parallel.checkpoint",
+    "LocalSteps": "thinwire.local_steps.local_steps",
+    "local_steps": "thinwire.local_steps.trainers",
     "CompressedStage": "thinwire.pipeline.stage",
     "Pipeline": "thinwire.pipeline.pipeline",
     "Plan": "thinwire.pipeline.message_choice",

@@ -27,6 +27,8 @@ class Codec(Protocol):
 
     def nbytes_onto(self, shape: Shape, dtype: Any, gate: bool = False) -> int: ...
 
+    def for_shapes(self, shapes: list[Shape]) -> Codec: ...
+
 
 def build(table: Mapping[str, Any]) -> Codec:
     """The codec that a table names: {"codec": "quantize", "bits": 4} is Quantize(bits=4)."""
@@ -79,8 +81,9 @@ def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: 
     if "density" in setting.args:
         return Cost(), _sparse(setting, n, ranks)
     table = {"codec": "quantize", "bits": setting.args["bits"]} if "bits" in setting.args else setting.args["codec"]
-    form = network.gather if setting.name == "gather" else network.two_hop
-    return Cost(), form(coded(build(table), (n,)), ranks)
+    if setting.name == "gather":
+        return Cost(), network.gather(coded(build(table).for_shapes(shapes), (n,)), ranks)
+    return Cost(), network.two_hop(coded(build(table), (n,)), ranks)
 
 
 def rows_bytes(codec: Codec | None, rows: int, width: int) -> int:

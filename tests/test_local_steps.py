@@ -1,0 +1,60 @@
+"""LocalSteps on real processes, and its schedule: what is sent, when, and what becomes of it."""
+
+from __future__ import annotations
+
+import local_cases
+import local_paper_cases
+import local_site_cases
+import pytest
+from rank_cases import name_of, run_cases
+from rank_launch import launch, needs_network, passed
+
+from thinwire.errors import UsageError
+from thinwire.lab import Network
+from thinwire.local_steps.schedule import Schedule, split_fragments
+
+PRELOAD = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "local_cases",
+    "local_paper_cases",
+    "local_site_cases",
+)
+STRAIGHT = [*local_paper_cases.CASES, *local_site_cases.CASES]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    cases = [*STRAIGHT, *local_cases.cases(str(tmp_path_factory.mktemp("local")))]
+    with Network(hosts=4, preload=PRELOAD) as net:
+        found = launch(net, run_cases, cases, timeout=150)
+    return {name_of(case).partition("(")[0]: (found, case) for case in cases}
+
+
+NAMES = [name_of(case).partition("(")[0] for case in (*STRAIGHT, *local_cases.cases(""))]
+
+
+@pytest.mark.lab
+@needs_network
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", NAMES)
+def test_case(ranks, name):
+    passed(*ranks[name])
+
+
+def test_every_fragment_is_sent_once_per_interval():
+    schedule = Schedule(every=10, fragments=3, delay=4, warmup=5)
+    sent = {step: schedule.sent(step) for step in range(1, 36) if schedule.sent(step)}
+    assert sent == {8: [1], 11: [2], 15: [0], 18: [1], 21: [2], 25: [0], 28: [1], 31: [2], 35: [0]}
+    assert [step for step in range(1, 36) if schedule.applied(step)] == [12, 15, 19, 22, 25, 29, 32, 35]
+
+
+def test_fragments_are_strided_and_even():
+    shapes = {"embed": (64, 4), **{f"layers.{i}.w": (8, 4) for i in range(5)}, "norm": (4,), "head": (64, 4)}
+    parts = split_fragments(shapes, 2)
+    assert parts[0] == ["layers.0.w", "layers.2.w", "layers.4.w", "head"]
+    assert parts[1] == ["embed", "layers.1.w", "layers.3.w", "norm"]
+    with pytest.raises(UsageError, match="fragments = 9"):
+        split_fragments(shapes, 9)

@@ -1,0 +1,100 @@
+"""A fragment of the model on one site: its weights, the anchor that all sites share, and the outer optimiser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from thinwire.config.local import CARRY, OuterFactory
+from thinwire.data_parallel.gradient_units import Unit
+
+
+def own_part(parameter: Tensor) -> Tensor:
+    """The tensor itself, or this rank's shard of it; both share memory with the parameter."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+class Fragment:
+    """Some parameters with their anchors.
+
+    number: of the fragment. parameters: by name. units: in which they are exchanged. outer: makes the outer optimiser
+    of the anchors. host: anchors, and with them the outer optimiser's state and the exchange, are in host memory.
+    """
+
+    def __init__(
+        self, number: int, parameters: Mapping[str, nn.Parameter], units: list[Unit], outer: OuterFactory, host: bool
+    ) -> None:
+        self.number = number
+        self.parameters = dict(parameters)
+        self.units = units
+        self.home = torch.device("cpu") if host else self.device  # of anchors and means
+        self.anchors = {name: _anchor(p, host) for name, p in parameters.items()}
+        self.outer: Optimizer = outer(list(self.anchors.values()))
+        self.tokens = 0.0  # that this site has trained on since the fragment was sent
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.parameters.values())).device
+
+    def weights(self) -> dict[str, Tensor]:
+        """This site's weights by name; writing to them writes to the model."""
+        return {name: own_part(p) for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def outer_gradient(self) -> dict[Unit, Tensor]:
+        """Δ = anchor − θ of every unit, flat, where the anchors are."""
+        weights = self.weights()
+        out = {}
+        for unit in self.units:
+            parts = [(self.anchors[name] - weights[name].to(self.home)).reshape(-1) for name in unit.parameters]
+            out[unit] = torch.cat(parts)
+        return out
+
+    def step(self, means: Mapping[Unit, Tensor]) -> None:
+        """anchor ← outer optimiser (anchor, mean)."""
+        for unit, mean in means.items():
+            for name, span, shape in unit.spans():
+                self.anchors[name].grad = mean[span].view(shape).to(self.anchors[name])
+        self.outer.step()
+        self.outer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def move(self, means: Mapping[Unit, Tensor]) -> None:
+        """anchor ← anchor − mean: the exact average of the sites' weights, past the outer optimiser."""
+        for unit, mean in means.items():
+            for name, span, shape in unit.spans():
+                self.anchors[name].sub_(mean[span].view(shape).to(self.anchors[name]))
+
+    @torch.no_grad()
+    def take_anchor(self) -> None:
+        """θ ← anchor."""
+        for name, weight in self.weights().items():
+            weight.copy_(self.anchors[name])
+
+    @torch.no_grad()
+    def mix(self, sent: Mapping[str, Tensor], mix: str | float) -> None:
+        """θ ← anchor + (θ − θ_sent), or α·θ + (1 − α)·anchor; sent: the weights as they were when Δ was sent."""
+        for name, weight in self.weights().items():
+            anchor = self._anchor_beside(name)
+            if mix == CARRY:
+                weight.copy_(anchor + (weight - sent[name]))
+            else:
+                assert not isinstance(mix, str)
+                weight.copy_(mix * weight + (1 - mix) * anchor)
+
+    def _anchor_beside(self, name: str) -> Tensor:
+        """The anchor where the weights are."""
+        return self.anchors[name].detach().to(self.device)
+
+
+def _anchor(parameter: nn.Parameter, host: bool) -> nn.Parameter:
+    """A copy in float32 at least: outer steps are smaller than bfloat16 can add."""
+    weight = own_part(parameter)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    copy = weight.to("cpu" if host else weight.device, dtype, copy=True)
+    return nn.Parameter(copy.pin_memory() if host and weight.is_cuda else copy)

@@ -1,0 +1,300 @@
+"""Sites that train by themselves, and average seldom:
+
+    every H inner steps:   Δ_i = anchor − θ_i ;  (mean, own_i) = exchange(Δ_i + e_i) ;  e_i ← β(Δ_i + e_i − own_i)
+                           anchor ← OuterOptimiser(anchor, mean) ;  θ_i ← anchor + (θ_i − θ_i as it was sent)
+
+DiLoCo (arXiv 2311.08105), Streaming DiLoCo (2501.18512), SparseLoCo (2508.15706) and LocalSGD are settings of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from thinwire.collectives import Dense
+from thinwire.collectives.groups import ALONE, Group, destroy, twin, world
+from thinwire.config.local import CARRY, Local, OuterFactory
+from thinwire.config.wire import Reduction, WireLike, warmup_steps
+from thinwire.data_parallel.checkpoint import RankState, read_state, split
+from thinwire.data_parallel.exchange import Exchange
+from thinwire.data_parallel.gradient_units import Shape, Unit, make_units
+from thinwire.data_parallel.parameters import trainable_parameters
+from thinwire.data_parallel.precompile import precompile_averaging
+from thinwire.distributed.streams import settled_streams
+from thinwire.distributed.summary import Summary
+from thinwire.distributed.thread import CommunicationThread
+from thinwire.errors import UsageError
+from thinwire.local_steps.checks import check_alike, shard_group
+from thinwire.local_steps.fragment import Fragment, own_part
+from thinwire.local_steps.round import Round, Site
+from thinwire.local_steps.schedule import Schedule, split_fragments
+from thinwire.local_steps.state import (
+    forget_nonfinite,
+    fragment_states,
+    load_fragments,
+    load_optimizer,
+    optimizer_state,
+    round_state,
+)
+
+
+class LocalSteps:
+    """Averages the weights of several sites every so many inner steps. Made on all ranks, with equal arguments and
+    equal weights.
+
+        local = tw.parallel.LocalSteps(model.named_parameters(), inner, "sparseloco")
+        for batch in loader:
+            loss(model, batch).backward(); inner.step(); inner.zero_grad()
+            local.step()
+
+    named_parameters: pairs such as model.named_parameters() gives; those that require no gradient are left out, and
+    buffers are never averaged. FSDP2's are averaged shard by shard.
+    inner: the optimiser of these parameters. Its state is saved with the rest, and forgotten where it is not finite.
+    wire: a preset of local steps (diloco, streaming-diloco, sparseloco, local-max), whose settings the arguments below
+    override; a table `[local]`; or what `Reducer` takes: a tw.Wire, a preset's name, a collective.
+    group: the process group, or 1-D mesh, of one rank per site: those that hold the same part of the model. None is
+    torch's default one.
+    every: inner steps between two averagings of a fragment, 30 unless the preset says otherwise.
+    outer: parameters → torch.optim.Optimizer, of the anchors; by default SGD with Nesterov (0.7, 0.9) or the preset's.
+    fragments: parts of the model, each averaged at its own offset. delay: inner steps between sending a fragment and
+    applying its mean, less than `every`; sending goes on meanwhile on a thread.
+    mix: "carry" keeps what a site has learnt since sending, θ ← anchor + (θ − θ_sent); a share α from 0 to under 1 is
+    θ ← α·θ + (1 − α)·anchor.
+    warmup: the first inner steps, after each of which weights are averaged exactly. host: anchors, the outer
+    optimiser's state and residuals are kept in host memory, and exchanged from there, over Gloo. seed: of stochastic
+    rounding and random choices.
+    parts: ranks of this site that hold other parts of the model (tensor parallel, pipeline; of FSDP2 they are known).
+    copies: ranks of this site that hold the same part (DDP): the first of them sends, the others are told the mean.
+
+    UsageError where an argument is not allowed, or ranks differ in configuration or weights.
+    """
+
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], inner: Optimizer, wire: Local | WireLike,
+        group: Group | DeviceMesh = None, *, every: int | None = None, outer: OuterFactory | None = None,
+        fragments: int | None = None, delay: int | None = None, mix: str | float | None = None,
+        warmup: int | None = None, host: bool | None = None, seed: int = 0, parts: Group = None, copies: Group = None,
+    ) -> None:  # fmt: skip
+        self.settings = Local.of(wire).but(
+            every=every, fragments=fragments, delay=delay, mix=mix, warmup=warmup, host=host
+        )
+        self.parameters = trainable_parameters(named_parameters)
+        if not self.parameters:
+            raise UsageError("no parameter requires a gradient: there is nothing to average")
+        if not isinstance(inner, Optimizer):
+            raise UsageError(f"inner must be the optimiser of these parameters, not {type(inner).__name__}")
+        self.inner = inner
+        self.reduction = self.settings.wire.gradient or Reduction(Dense())
+        self.exact_rounds = warmup_steps("gradient", self.reduction)
+        self.group: Group = group.get_group() if isinstance(group, DeviceMesh) else group
+        parts = shard_group(self.parameters) if parts is None else parts
+        check_alike(self.settings, self.parameters, outer, seed, (self.group, parts, copies))
+        settings = self.settings
+        self.schedule = Schedule(settings.every, settings.fragments, settings.delay, settings.warmup)
+        shapes = {name: tuple(own_part(p).shape) for name, p in self.parameters.items()}
+        names = split_fragments(shapes, settings.fragments)
+        units = [make_units({n: shapes[n] for n in some}, self.reduction) for some in names]
+        self.site = self._join(shapes, [u for some in units for u in some], seed, parts, copies)
+        self.fragments = [
+            Fragment(i, {n: self.parameters[n] for n in some}, units[i], outer or settings.outer, settings.host)
+            for i, some in enumerate(names)
+        ]
+        self.thread = CommunicationThread("thinwire local steps")
+        self.in_flight: dict[int, Round] = {}
+        self.steps = self.resumed = 0  # inner steps, those of a loaded state included; of them, those of the state
+        self.rounds = 0  # fragments' means that were applied or dropped
+        self.skips = 0  # of them, those dropped
+        self.returns = 0  # of them, those in which this site's weights were not finite
+
+    def _join(
+        self, shapes: Mapping[str, Shape], units: list[Unit], seed: int, parts: Group, copies: Group
+    ) -> Site:  # fmt: skip
+        """Process groups of its own, and the exchange between the sites."""
+        sites, self.rank = world(self.group)
+        backend = "gloo" if self.settings.host else None  # what is exchanged is then in host memory
+        inside = [twin(g, backend) if g is not None and world(g)[0] > 1 else None for g in (parts, copies)]
+        self.sends = inside[1] is None or world(inside[1])[1] == 0
+        own = twin(self.group, backend) if sites > 1 else None
+        self.shard = f"shard{world(parts)[1]}of{world(parts)[0]}" if inside[0] is not None else None
+        tensors = {name: own_part(p) for name, p in self.parameters.items()}
+        precompile_averaging("outer gradients", self.reduction, tensors, sites)
+        streams = settled_streams(self.settings.wire.streams, own or ALONE)
+        seed = seed if parts is None else seed * world(parts)[0] + world(parts)[1]
+        exchange = Exchange(shapes, self.reduction, own or ALONE, seed, streams=streams, units=units)
+        self.groups = [g for g in (own, *inside) if g is not None]
+        self.checkpoint = RankState(exchange, self.rank, sites)
+        return Site(exchange, sites, *inside)
+
+    # --- a step
+
+    def step(self, tokens: float = 1.0) -> bool:
+        """After the inner optimiser's step, on all ranks: was a mean applied?
+
+        tokens: what this step weighs in the mean over sites, such as the number of tokens that the site has trained
+        on; equal on all ranks of a site.
+        """
+        self.steps += 1
+        for fragment in self.fragments:
+            fragment.tokens += tokens
+        if self.schedule.is_warmup(self.steps):
+            self._average_exactly()
+            return True
+        due = self.schedule.applied(self.steps)
+        for number in due if self.schedule.delay else ():
+            self._apply(number)
+        for number in self.schedule.sent(self.steps):
+            self._send(self.fragments[number])
+        for number in due if not self.schedule.delay else ():
+            self._apply(number)
+        return bool(due)
+
+    def finish(self) -> None:
+        """At the end of training, on all ranks: one last round of every fragment. All sites then hold the anchor."""
+        self._apply_all()
+        for fragment in self.fragments:
+            if fragment.tokens:
+                self._send(fragment)
+        self._apply_all()
+        for fragment in self.fragments:
+            fragment.take_anchor()
+
+    @contextmanager
+    def at_anchor(self) -> Iterator[None]:
+        """Inside, the model has the anchor's weights, which all sites share: evaluate and save there."""
+        held = [{name: weight.clone() for name, weight in f.weights().items()} for f in self.fragments]
+        for fragment in self.fragments:
+            fragment.take_anchor()
+        try:
+            yield
+        finally:
+            for fragment, kept in zip(self.fragments, held):
+                for name, weight in fragment.weights().items():
+                    weight.copy_(kept[name])
+
+    def summary(self) -> Summary:
+        """What was sent between sites so far, beside fp32 data parallel that averages gradients after every step."""
+        sites, steps = self.site.sites, self.steps - self.resumed
+        values = sum(own_part(p).numel() for p in self.parameters.values())
+        dense = 2 * 4 * values * (sites - 1) // sites * steps if self.sends else 0
+        return Summary(steps, self.site.exchange.sent, dense, self.skips)
+
+    def _send(self, fragment: Fragment, exact: bool = False) -> None:
+        keeps = self.schedule.delay > 0
+        sent = {name: weight.clone() for name, weight in fragment.weights().items()} if keeps else {}
+        exact = exact or self.site.exchange.steps < self.exact_rounds
+        round = Round(fragment.number, self.steps, fragment.outer_gradient(), fragment.tokens, exact, sent)
+        fragment.tokens = 0.0
+        self.in_flight[fragment.number] = round
+        self.thread.submit(partial(round.run, self.site), fragment.home, lambda error: round.arrived.set())
+
+    def _arrived(self, number: int) -> Round:
+        round = self.in_flight[number]
+        round.wait()
+        if self.thread.error is not None:
+            self.thread.wait()
+        return round
+
+    def _apply(self, number: int) -> None:
+        """The mean that was sent `delay` steps ago, unless `finish` has applied it already."""
+        if number in self.in_flight:
+            round, fragment = self._arrived(number), self.fragments[number]
+            del self.in_flight[number]
+            if not round.dropped:
+                fragment.step(round.means)
+            self._bring(fragment, round, self.settings.mix)
+
+    def _apply_all(self) -> None:
+        for number in sorted(self.in_flight, key=lambda n: self.in_flight[n].step):
+            self._apply(number)
+
+    def _average_exactly(self) -> None:
+        """The warm-up's step: θ ← mean of θ over the sites, past the outer optimiser."""
+        for fragment in self.fragments:
+            self._send(fragment, exact=True)
+        for fragment in self.fragments:
+            round = self._arrived(fragment.number)
+            del self.in_flight[fragment.number]
+            if not round.dropped:
+                fragment.move(round.means)
+            self._bring(fragment, round, mix=0.0)
+
+    def _bring(self, fragment: Fragment, round: Round, mix: str | float) -> None:
+        """θ after a round. Where this site's Δ was not finite, or the round was dropped, it returns to the anchor."""
+        self.rounds += 1
+        self.skips += round.dropped
+        self.returns += round.returns
+        if round.returns:
+            forget_nonfinite(self.inner, fragment.parameters.values())
+        unmoved = mix == CARRY and not round.sent  # it is applied at once
+        if round.returns or round.dropped or unmoved or mix == 0:
+            fragment.take_anchor()
+        else:
+            fragment.mix(round.sent, mix)
+
+    # --- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that this rank needs to go on with the same bits, under names that hold its rank: this site's weights and
+        inner optimiser, anchors, outer optimiser, residuals, and means under way. Called on all ranks together, since
+        it waits for what is being sent. Where the model is in parts, it is {"shard<i>of<n>": …}."""
+        out = {"step": torch.tensor(self.steps)}
+        out |= optimizer_state(self.inner, self.parameters, "inner") | fragment_states(self.fragments)
+        for number in self.in_flight:
+            out |= round_state(self._arrived(number))
+        out |= {f"exchange/{name}": value for name, value in self.site.exchange.state_dict().items()}
+        ranked = {f"rank{self.rank}of{self.site.sites}/{name}": value for name, value in out.items()}
+        return ranked if self.shard is None else {self.shard: ranked}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What `state_dict` gave on this rank, or, from another number of sites, what it gave on all of them.
+
+        The same number of sites goes on with the same bits. On another number every site starts from the anchor, after
+        what was under way has been applied; residuals are the mean of all sites', and inner optimisers start anew.
+        """
+        if self.shard is not None and self.shard not in state:
+            raise UsageError(f"this rank is {self.shard}, the state is of {', '.join(state) or 'none'}")
+        named: Mapping[str, Tensor] = state if self.shard is None else state[self.shard]
+        old, ranks = split(named)
+        same = old == self.site.sites
+        if same and self.rank not in ranks:
+            raise UsageError(f"the state has no part for site {self.rank} of {old}")
+        self.checkpoint.load_state_dict(
+            {name.replace("/exchange/", "/", 1): value for name, value in named.items() if "/exchange/" in name}
+        )
+        mine = ranks[self.rank] if same else ranks[min(ranks)]
+        made = self.steps - self.resumed
+        self.steps = int(mine["step"])
+        self.resumed = self.steps - made
+        self.in_flight = load_fragments(self.fragments, mine)
+        if same:
+            load_optimizer(self.inner, self.parameters, "inner", mine)
+        else:
+            self._apply_all()
+            for fragment in self.fragments:
+                fragment.tokens = 0.0
+                fragment.take_anchor()
+
+    def read_state(self, path: str | PathLike[str], prefix: str) -> dict[str, Any]:
+        """What load_state_dict needs, from dcp.save({prefix: local.state_dict(), …}, checkpoint_id=path).
+
+        path: the checkpoint's folder. prefix: the state's name in it.
+        """
+        if self.shard is None:
+            return read_state(path, prefix, self.group)
+        return {self.shard: read_state(path, f"{prefix}.{self.shard}", self.group)}
+
+    def close(self) -> None:
+        """End the communication thread, and destroy the process groups that were made here."""
+        self.thread.close()
+        for group in (*self.groups, *self.reduction.collective.leave_groups(self.site.exchange.group)):
+            destroy(group)
+        self.groups = []
+        self.site.exchange.leave_group()

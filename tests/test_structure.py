@@ -24,7 +24,7 @@ LEVELS = [
     ("train", "theory", "parallel"),
     ("thinwire",),  # the public names
     ("report", "bench", "doctor"),
-    ("plan", "demo"),
+    ("plan", "demo", "run"),
     ("cli",),
     ("__main__",),
 ]

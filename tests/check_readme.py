@@ -90,7 +90,7 @@ def unexplained(pages: str) -> Iterator[str]:
 
 
 def main() -> int:
-    pages = {page: page.read_text() for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))}
+    pages = {page: page.read_text() for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))}
     found = []
     for page, text in pages.items():
         problems = (*missing_paths(page, text), *wrong_commands(text), *wrong_python(text), *wrong_targets(text))

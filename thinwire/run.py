@@ -34,14 +34,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.epilog = __doc__
     parser.add_argument("--wire", default="auto", help=f"auto, {', '.join(PRESETS)}, or a TOML file with [wire]")
-    parser.add_argument("--trainer", choices=sorted(TRAINERS), help="compress this trainer's runs, checkpoints included")
+    parser.add_argument(
+        "--trainer", choices=sorted(TRAINERS), help="compress what this trainer runs, with its checkpoints"
+    )
     parser.add_argument("--module", "-m", action="store_true", help="SCRIPT is a module's name, as after python -m")
-    parser.add_argument("script", metavar="SCRIPT", help="the training script")
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="the training script")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its own arguments")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the script with compression attached; the exit status."""
+    if args.script is None:
+        raise UsageError("which script? thinwire run --wire max train.py …, under torchrun")
     table = _wire(args.wire)
     _check_script(args)
     if args.trainer is not None:
@@ -91,23 +95,22 @@ def _run_script(args: argparse.Namespace) -> None:
 @contextmanager
 def _attached(trainer: str | None, wire: Any) -> Iterator[list[Callable[[], Handle | None]]]:
     """While this lasts every model or trainer that is made is compressed; gives what finds their handles."""
-    if trainer is None:
-        from torch.nn.parallel import DistributedDataParallel as Wrapped
-    else:
-        Wrapped = importlib.import_module(TRAINERS[trainer][0]).Trainer
+    home = "torch.nn.parallel.DistributedDataParallel" if trainer is None else f"{TRAINERS[trainer][0]}.Trainer"
+    module, _, name = home.rpartition(".")
+    made: Any = getattr(importlib.import_module(module), name)
     attach = _ddp(wire) if trainer is None else _trainer(wire)
-    original = Wrapped.__init__
+    original = made.__init__
     found: list[Callable[[], Handle | None]] = []
 
     def make(self: object, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
         found.append(attach(self))
 
-    Wrapped.__init__ = make
+    made.__init__ = make
     try:
         yield found
     finally:
-        Wrapped.__init__ = original
+        made.__init__ = original
 
 
 def _ddp(wire: Any) -> Attach:

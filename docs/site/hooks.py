@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -83,7 +84,7 @@ def _check_lists(markdown: str, where: str) -> None:
     """Repositories show such a list as one, this site as a line of text."""
     lines = re.sub(r"^```.*?^```", "", markdown, flags=re.MULTILINE | re.DOTALL).split("\n")
     in_list = False
-    for before, line in zip(lines, lines[1:]):
+    for before, line in pairwise(lines):
         goes_on = in_list and before.strip() != ""  # a line of an item that is not set in
         in_list = bool(ITEM.match(before)) or before.startswith("  ") or goes_on
         if ITEM.match(line) and before.strip() and not in_list and not before.startswith("#"):

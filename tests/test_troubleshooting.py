@@ -51,4 +51,5 @@ def test_every_message_has_its_entry():
 def test_no_entry_is_of_a_message_that_is_gone():
     page = PAGE.read_text()
     entries = {entry[2] for entry in ENTRY.finditer(page[page.index("## Messages") :])}
-    assert not entries - messages().keys()
+    gone = sorted(entries - messages().keys())
+    assert not gone, "remove from docs/troubleshooting.md:\n" + "\n".join(gone)

@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test quick check bench compat
+.PHONY: setup demo test quick check bench compat docs docs-serve
 
 setup: $(STAMP)
 
@@ -48,6 +48,22 @@ check: setup
 # PYTHON=python3.13 takes another interpreter (docs/versions.md).
 compat:
 	$(PYTHON) tests/compat.py
+
+# The documentation site, into out/site. Its small environment (200 MB, 20 s, once) is its own: pages and docstrings are
+# read, nothing is imported, so torch is not needed. --strict: a warning, such as a dead link, fails.
+DOCS := .docs-env
+DOCS_NEEDS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(PYTHON) -c '$(DOCS_NEEDS)' > $(DOCS)/needs.txt
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r $(DOCS)/needs.txt
+	touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
+docs-serve: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
 
 bench: setup
 	$(BIN)/thinwire bench codecs --json out/bench/codecs.json

@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/hf_trainer.py --out out/hf
 torchrun --nproc-per-node 2 examples/hf_trainer.py --out out/hf --steps 12 --resume
+torchrun --nproc-per-node 2 -m thinwire run --trainer huggingface --wire max examples/hf_trainer.py --plain
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--out", default="out/hf_trainer", help="where checkpoints go")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint in --out")
+    parser.add_argument("--plain", action="store_true", help="without thinwire, as for `thinwire run`")
     options = parser.parse_args()
 
     set_seed(0)
@@ -43,7 +45,8 @@ def main() -> None:
         report_to="none", disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=Counting())
-    compress_trainer(trainer, "paper-oktopk")  # thinwire
+    if not options.plain:
+        compress_trainer(trainer, "paper-oktopk")  # thinwire
     trainer.train(resume_from_checkpoint=options.resume)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -259,6 +260,18 @@ def auto_keeps_compression_where_it_wins() -> None:
     check(handle.compressing, "compression wins, yet it was turned off")
 
 
+def agreeing_beside_receives_that_are_posted_early() -> None:
+    """Messages of fixed sizes are awaited a step ahead; what ranks agree on in between (auto's choice, a bracket) must
+    not arrive in their place: it was lost there, and all ranks waited."""
+    for wire, bracketed in (("auto", False), (tw.collectives.Quantized(4), True)):
+        model = wrap()
+        handle = compress_ddp(model, wire)
+        for step in range(len(handle.auto.plan) + 2 if handle.auto else 4):
+            with handle.step() if bracketed else nullcontext():
+                backward(model, step)
+        check_ranks_agree(f"{wire}", model)
+
+
 def auto_skips_nan_in_exact_passes_too() -> None:
     """In its first pass, which is DDP's own all-reduce; in the pass that sends the residual; and after it has turned
     itself off."""
@@ -338,5 +351,6 @@ CASES = [
     exception_in_the_bracket_drops_the_step, exception_on_one_rank_drops_the_step_on_all,
     exception_around_backward_drops_the_step_on_all, warmup_is_exact_and_ends,
     auto_turns_compression_off_where_it_loses, auto_keeps_compression_where_it_wins,
-    auto_skips_nan_in_exact_passes_too, error_on_the_thread_is_raised_by_backward,
+    agreeing_beside_receives_that_are_posted_early, auto_skips_nan_in_exact_passes_too,
+    error_on_the_thread_is_raised_by_backward,
 ]  # fmt: skip

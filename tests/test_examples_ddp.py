@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 import torch
 
+from thinwire.cli import main
 from thinwire.data_parallel import ddp
 from thinwire.data_parallel.trainers import compress_trainer
 from thinwire.errors import UsageError
@@ -40,7 +41,7 @@ needs_lab = [
 
 
 def run_example(name: str, *words: str) -> dict[str, Any]:
-    """The script as __main__; what it printed, and what is left in the handle that it made."""
+    """The script as __main__, or the command "thinwire"; what it printed, and what is left in the handle it made."""
     handles, attach = [], ddp.CompressedDDP.__init__
 
     def keep(handle: ddp.CompressedDDP, *arguments: Any) -> None:
@@ -57,7 +58,10 @@ def run_example(name: str, *words: str) -> dict[str, Any]:
         mock.patch.object(sys, "argv", [name, *words]),
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        if name == "thinwire":
+            assert main(words) == 0
+        else:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     (handle,) = handles
     state = handle.state_dict()
     return {
@@ -146,6 +150,37 @@ class TestInTheLab:
         again = host("lightning_ddp.py", "--out", str(tmp_path / "parts"), "--resume")
         assert torch.equal(again[0]["weights"], found[0]["weights"])
         assert [one["owed"] for one in again] == [one["owed"] for one in found]
+
+    def test_a_script_that_knows_nothing_of_thinwire(self, host):
+        """`thinwire run`: the bits of the line in the script."""
+        script = str(EXAMPLES / "ddp_compressed.py")
+        found = host("thinwire", "run", "--wire", "max", script, "--plain", "--steps", "20")
+        check_compressed(found)
+        line = host("ddp_compressed.py", "--wire", "max", "--steps", "20")
+        assert torch.equal(found[0]["weights"], line[0]["weights"])
+        assert f"thinwire: {found[0]['summary']}\n" in found[0]["printed"] and "thinwire:" not in found[1]["printed"]
+
+    def test_a_trainer_that_knows_nothing_of_thinwire(self, host, tmp_path):
+        """Its checkpoints hold residuals, as compress_trainer's do; the wire is a file."""
+        words = ("--trainer", "huggingface", "--wire", str(EXAMPLES / "wire.toml"), str(EXAMPLES / "hf_trainer.py"))
+        found = host("thinwire", "run", *words, "--plain", "--out", str(tmp_path))
+        check_compressed(found)
+        assert {path.name for path in (tmp_path / "checkpoint-8").glob("thinwire-*")} == {
+            "thinwire-0of2.pt", "thinwire-1of2.pt",
+        }  # fmt: skip
+
+
+def test_run_puts_the_constructor_back(tmp_path, capsys, monkeypatch):
+    """Also where the script fails; one that wraps nothing is told."""
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script, before = tmp_path / "script.py", torch.nn.parallel.DistributedDataParallel.__init__
+    script.write_text("import sys\nassert sys.argv[1:] == ['--fail'], 'as it should'\n")
+    assert main(["run", "--wire", "off", str(script), "--fail"]) == 0
+    assert "wrapped no model in DDP" in capsys.readouterr().err
+    with pytest.raises(AssertionError, match="as it should"):
+        main(["run", "--wire", "off", str(script)])
+    assert torch.nn.parallel.DistributedDataParallel.__init__ is before
 
 
 @pytest.mark.timeout(120)

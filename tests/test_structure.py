@@ -25,7 +25,7 @@ LEVELS = [
     ("train", "theory", "parallel"),
     ("thinwire",),  # the public names
     ("report", "bench", "doctor"),
-    ("plan", "demo", "watch"),
+    ("plan", "demo", "watch", "run"),
     ("cli",),
     ("__main__",),
 ]

@@ -22,6 +22,7 @@ from thinwire.installed import check_figures
 COMMANDS = {
     "demo": ("thinwire.demo", "the main job in minutes, on this machine: one training, uncompressed and compressed"),
     "train": ("thinwire.train.command", "train a language model over a slow network, everything compressed"),
+    "run": ("thinwire.run", "a training script as it is, with what it wraps in DDP compressed"),
     "convex": ("thinwire.theory.options", "the theory bench: compressed methods on convex problems, with figures"),
     "plan": ("thinwire.plan", "what every message costs, which the step waits for, and what to expect"),
     "lab": ("thinwire.lab.command", "run a program on several hosts with slow links, emulated on this machine"),

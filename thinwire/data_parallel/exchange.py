@@ -199,8 +199,9 @@ class Exchange:
         return float(torch.stack(kept).norm()) if kept else None
 
     def _early(self, number: int) -> Early:
-        """For one kind of message; every kind has tags of its own."""
-        return Early(self.flows, TAGS * number, TAGS)
+        """For one kind of message; every kind has tags of its own. Tag 0 is that of messages without one, on the same
+        group: what ranks agree on around a pass."""
+        return Early(self.flows, 1 + TAGS * number, TAGS)
 
     def _begin_step(self) -> None:
         for channel in self.channels.values():

@@ -19,6 +19,7 @@ from thinwire.errors import UsageError
 from thinwire.installed import check_training
 from thinwire.train.config.sections import MeshConfig, TrainConfig, init_text, load
 from thinwire.train.folder_lock import locked
+from thinwire.train.loggers.events import check_loggers
 from thinwire.train.model.gguf import as_folder, is_gguf
 
 INTERRUPTED = 130  # the exit status of what Ctrl-C ended
@@ -71,6 +72,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
     config = load(args.config)
     written_out(config.wire)  # a preset or a section that does not exist
     check_training(config.model.lora is not None)
+    check_loggers(config.run.loggers)
     if args.out:
         config = replace(config, run=replace(config.run, out=args.out))
     if args.wire:

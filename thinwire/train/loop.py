@@ -77,7 +77,7 @@ class Trainer:
         if found is not None:
             self._load(found)
         if self.rank == 0:
-            self.metrics = Metrics(self.out, self.step if found is not None else None)
+            self.metrics = Metrics(self.out, self.step if found is not None else None, config.run.loggers)
             if found is not None and self.metrics.unreadable:
                 self._note(f"{self.metrics.path}: {say_unreadable(self.metrics.unreadable)}")
         for text in self.notes:

@@ -1,13 +1,14 @@
-"""What a run records: one JSON line per event (metrics.jsonl), and TensorBoard where it is installed."""
+"""What a run records: one JSON line per event (metrics.jsonl), and the same to its loggers."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from thinwire.train.loggers.events import open_loggers, send
 
 METRICS = "metrics.jsonl"
 Event = dict[str, Any]
@@ -18,9 +19,10 @@ class Metrics:
 
     resumed_at: the step from which a run goes on; later lines belong to steps that are done again, and are dropped.
     None: a new run, and all lines are dropped.
+    loggers: where they go besides (loggers.py); None: TensorBoard, where it is installed.
     """
 
-    def __init__(self, folder: str | Path, resumed_at: int | None = None) -> None:
+    def __init__(self, folder: str | Path, resumed_at: int | None = None, loggers: Sequence[str] | None = None) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / METRICS
@@ -31,24 +33,17 @@ class Metrics:
         anew.write_text("".join(json.dumps(event) + "\n" for event in kept))
         os.replace(anew, self.path)
         self.file = self.path.open("a", buffering=1)
-        self.board: Any = None
-        if importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=resumed_at)
+        self.loggers = open_loggers(loggers, self.folder, resumed_at)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """One event; numbers also go to TensorBoard as kind/name."""
+        """One event, to the file and to the loggers."""
         self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
-        if self.board is not None:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self.board.add_scalar(f"{kind}/{name}", value, step)
+        send(self.loggers, kind, step, values)
 
     def close(self) -> None:
         self.file.close()
-        if self.board is not None:
-            self.board.close()
+        for logger in self.loggers:
+            logger.close()
 
 
 class EventReader:

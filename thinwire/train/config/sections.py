@@ -31,6 +31,7 @@ from thinwire.train.config.task import FORMATS, TaskConfig, check_columns, check
 
 INFINITY = float("inf")
 AHEAD = ("'auto', or a whole number, 1 or more", lambda v: v == "auto" or (type(v) is int and v >= 1))
+LOGGERS = list_of(one_of("tensorboard", "wandb", "mlflow"))
 FREEZE = ("'epoch', or a whole number, 1 or more", lambda v: v == "epoch" or (type(v) is int and v >= 1))
 
 
@@ -191,6 +192,7 @@ class RunConfig:
     out: str = key("out/train", text(), "folder of the run, relative to where the command is started")
     checkpoint_every: int = key(100, whole(0), "steps; 0: at the end only")
     keep: int = key(2, whole(1), "checkpoints")
+    loggers: tuple[str, ...] | None = key(None, LOGGERS, "beside metrics.jsonl; default: tensorboard", ["wandb"])
     eval_every: int = key(50, whole(0), "steps; 0: at the end only")
     autocast: str = key("off", one_of("off", "bf16"), "off or bf16")
     recompute: bool = key(False, flag(), "compute a layer's activations again in backward instead of keeping them")

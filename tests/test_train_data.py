@@ -1,6 +1,7 @@
 """Samples: every token once, ids by content, labels where loss is due; and documents from every source."""
 
 import json
+import os
 import sys
 import types
 from typing import ClassVar
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from thinwire.errors import UsageError
 from thinwire.train.config.sections import DataConfig
-from thinwire.train.data.documents import read_documents
+from thinwire.train.data.documents import files_of, read_documents
 from thinwire.train.data.samples import IGNORED, Samples, make_samples
 from thinwire.train.data.tokenizer import ByteTokenizer, CheckpointTokenizer, open_tokenizer
 
@@ -238,3 +239,21 @@ def test_missing_and_empty_folders(tmp_path) -> None:
         list(read_documents(DataConfig(paths=(str(tmp_path),))))
     with pytest.raises(UsageError, match="no such file or folder"):
         list(read_documents(DataConfig(paths=(str(tmp_path / "no"),))))
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+    """Not one that is passed over: samples would be missing without a word."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "b.txt").write_text("b")
+    (tmp_path / "a.txt").write_text("a")
+    assert [file.name for file in files_of(tmp_path)] == ["a.txt", "b.txt"]
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("inner"):
+            raise OSError(24, "Too many open files", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UsageError, match=r"cannot read .*inner: Too many open files"):
+        files_of(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from thinwire.cli import main
 from thinwire.errors import UsageError
 from thinwire.train.config.sections import init_text, load
 from thinwire.train.loggers.events import check_loggers
+from thinwire.train.loggers.services import TensorBoard
 from thinwire.train.metrics import Metrics, read_events
 
 STEP = {
@@ -145,3 +147,21 @@ def test_a_missing_package_is_one_line_before_anything_starts(tmp_path, capsys, 
     said = capsys.readouterr().err
     assert said.startswith('thinwire: [run] loggers = ["wandb"] needs wandb: pip install') and said.count("\n") == 1
     check_loggers(None)
+
+
+def test_a_full_disk_is_raised_once_and_not_printed_by_the_thread(tmp_path, capfd, monkeypatch):
+    """TensorBoard writes in a thread of its own, whose traceback would come before the line that says why."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.summary.writer import record_writer
+
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    logger = TensorBoard(tmp_path, None)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(record_writer.RecordWriter, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        logger.numbers(1, {"loss": 1.0})
+        logger.close()
+    assert "Traceback" not in capfd.readouterr().err

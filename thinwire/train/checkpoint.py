@@ -44,8 +44,8 @@ def _without_warning() -> Iterator[None]:
 
 def whole(folder: Path) -> list[Path]:
     """The finished checkpoints in `folder`, oldest first."""
-    found = folder.glob(f"{PREFIX}*") if folder.exists() else ()
-    return sorted(p for p in found if p.name.removeprefix(PREFIX).isdigit())
+    found = folder.iterdir() if folder.exists() else ()  # not glob, which passes over a folder it cannot read
+    return sorted(p for p in found if p.name.startswith(PREFIX) and p.name.removeprefix(PREFIX).isdigit())
 
 
 def refuse_second_run(out: Path, resume: bool) -> None:
@@ -155,7 +155,7 @@ class Checkpoints:
         if not self.shared or self.size == 1:
             write_checksums(folder, [file for file in folder.iterdir() if file.is_file()], 0, 1)
             return
-        mine = list(folder.glob(f"__{self.rank}_*"))
+        mine = [file for file in folder.iterdir() if file.name.startswith(f"__{self.rank}_")]
         write_checksums(folder, [*mine, *([folder / METADATA] if self.rank == 0 else [])], self.rank, self.size)
 
     def _damage(self, path: Path) -> str | None:

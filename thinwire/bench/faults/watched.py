@@ -7,6 +7,7 @@ ends well, and says what became of its child: status, every line it wrote, and w
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import time
@@ -41,7 +42,10 @@ def watched(program: Callable[..., int], injury: Injury | None, folder: str, *ar
         home = os.path.join(folder, f"host{os.environ['RANK']}")  # every host has a disk of its own
         os.makedirs(home, exist_ok=True)
         os.chdir(home)
-        raise SystemExit(program(Trouble(injury, folder), *arguments))
+        status = program(Trouble(injury, folder), *arguments)
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # what torch does at exit is not looked at
+        raise SystemExit(status)
     os.close(writing)
     return _Watch(child, reading, injury.seconds if injury else 0.0).until_the_end()
 

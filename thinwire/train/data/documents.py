@@ -62,11 +62,19 @@ def files_of(path: Path) -> list[Path]:
     """A file itself; of a folder every file below it, sorted, but those whose name (or folder's) begins with a dot."""
     if path.is_file():
         return [path]
-    inside = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
-    names = sorted(n.as_posix() for n in inside if not any(part.startswith(".") for part in n.parts))
+    names = []
+    for parent, inner, files in os.walk(path, onerror=_unreadable, followlinks=True):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        names += [(Path(parent) / name).relative_to(path).as_posix() for name in files if not name.startswith(".")]
+    names.sort()
     if not names:
         raise UsageError(f"[data] paths = {str(path)!r}: the folder holds no file")
     return [path / name for name in names]
+
+
+def _unreadable(error: OSError) -> None:
+    """A folder that cannot be read is not passed over: its samples would be missing without a word."""
+    raise UsageError(f"cannot read {error.filename}: {error.strerror}") from None
 
 
 def _file(file: Path, config: DataConfig) -> Iterator[Document]:
@@ -151,7 +159,7 @@ def _standard_library(limit: int) -> Iterator[Document]:
     """The .py files of Python's library, sorted by name, until `limit` bytes; tests and installed packages left out."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     names = []
-    for parent, inner, files in os.walk(folder):
+    for parent, inner, files in os.walk(folder, onerror=_unreadable):
         inner[:] = sorted(set(inner) - LEFT_OUT)  # not even looked into: installed packages can be many
         names += [(Path(parent) / file).relative_to(folder).as_posix() for file in files if file.endswith(".py")]
     for name in sorted(names):

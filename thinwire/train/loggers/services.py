@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Logger(Protocol):
@@ -27,6 +28,7 @@ class TensorBoard:
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        threading.excepthook = _told_later(threading.excepthook)
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_at)
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
@@ -37,7 +39,19 @@ class TensorBoard:
         self.writer.add_text(name, text, step)
 
     def close(self) -> None:
+        self.writer.flush()  # raises what its thread met
         self.writer.close()
+
+
+def _told_later(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+    """A hook that leaves out what a thread of TensorBoard could not write: its next call raises that in our thread."""
+
+    def told(about: Any) -> None:
+        writes = type(about.thread).__module__.startswith("tensorboard.")
+        if not (writes and isinstance(about.exc_value, OSError)):
+            hook(about)
+
+    return told
 
 
 class WeightsAndBiases:

@@ -25,6 +25,7 @@ def pack_ones(flags, out):
 
 @inline
 def unpack_ones(wire, flags):
+    """One bit per flag, from the lowest of a byte on."""
     for i in range(wire.size):
         eight, byte = flags[8 * i : 8 * i + 8], wire[i]
         for j in range(eight.size):
@@ -65,12 +66,14 @@ def _unpack(wire, out, bits):
 
 
 def pack(codes, bits):
+    """`pack` of kernels/bits.py, by Numba."""
     out = torch.empty(packed_bytes(codes.numel(), bits), dtype=torch.uint8)
     _pack(array(codes), array(out), bits)
     return out
 
 
 def unpack(wire, n, bits):
+    """`unpack` of kernels/bits.py, by Numba."""
     out = torch.empty(n, dtype=torch.uint8)
     _unpack(array(wire), array(out), bits)
     return out

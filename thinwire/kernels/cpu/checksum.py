@@ -45,6 +45,7 @@ def _row_sums(words, sums, k0, k1):
 
 
 def weighted_sum(data):
+    """What kernels/checksum.py calls by this name, by Numba."""
     raw = data.contiguous().numpy()
     whole = raw[: raw.size // 4 * 4]
     words = whole.view(np.uint32) if whole.ctypes.data % 4 == 0 else whole.copy().view(np.uint32)

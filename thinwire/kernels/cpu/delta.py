@@ -26,12 +26,14 @@ from thinwire.kernels.random import split
 
 @inline
 def subtract(x, h, out):
+    """out ← x − h."""
     for i in range(out.size):
         out[i] = read(x, i) - read(h, i)
 
 
 @inline
 def copy(x, out):
+    """out ← x."""
     for i in range(out.size):
         out[i] = read(x, i)
 
@@ -94,6 +96,7 @@ def _decode(packed, tail, gate, h, out, y, bits, block):
 
 
 def encode_delta(x, h, out, bits, block, gate, mode, seed):
+    """`encode_delta` of kernels/delta.py, by Numba."""
     n = x.numel()
     wire = allocate(layout.delta_bytes(n, bits, block, x.dtype, gate), torch.uint8)
     packed, tail = views(wire, n, bits, block)
@@ -111,6 +114,7 @@ def encode_delta(x, h, out, bits, block, gate, mode, seed):
 
 
 def decode_delta(wire, h, out, bits, block, dtype, gate):
+    """`decode_delta` of kernels/delta.py, by Numba."""
     n, end = h.numel(), codes_layout.quantized_bytes(h.numel(), bits, block, dtype)
     packed, tail = views(wire.contiguous(), n, bits, block)
     flags = layout.bitpack.unpack(wire[end:], -(-n // block), 1, "cpu") if gate else wire[:0]

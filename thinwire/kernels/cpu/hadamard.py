@@ -18,6 +18,7 @@ CHUNK = 64  # transforms a loop iteration handles
 
 @inline
 def butterflies(x):
+    """The Walsh–Hadamard transform of x in place, without its factor."""
     stride = 1
     while stride < x.size:
         for start in range(0, x.size, 2 * stride):
@@ -30,6 +31,7 @@ def butterflies(x):
 
 @inline
 def flip(x, position, k0, k1):
+    """Random signs for x, whose first value is number `position` of the tensor; k0, k1: the key."""
     key, first = high_key(position, k0), np.uint32(position)
     for i in range(x.size):
         if hash32(np.uint32(first + np.uint32(i)), key, k1) & np.uint32(1):
@@ -54,6 +56,7 @@ def _rotate(x, out, offset, size, factor, k0, k1, inverse):
 
 
 def rotate(x, block, seed, inverse):
+    """`rotate` of kernels/hadamard.py, by Numba."""
     x = x.float() if x.dtype == torch.float16 else x
     out = allocate(x.numel(), torch.float32)
     source, target = array(x), array(out)

@@ -66,16 +66,19 @@ def _add_low(wire, low, index):
 
 
 def encode_bitmap(index, n):
+    """What kernels/indices.py calls by this name, by Numba."""
     out = torch.zeros(packed_bytes(n, 1), dtype=torch.uint8)
     _set_bits(array(index), array(out))
     return out
 
 
 def decode_bitmap(wire, n, k):
+    """What kernels/indices.py calls by this name, by Numba."""
     return _ones(wire, k)
 
 
 def encode_elias_fano(index, n):
+    """What kernels/indices.py calls by this name, by Numba."""
     k, low = index.numel(), low_bits(n, index.numel())
     cut, rest = elias_fano_bytes(n, k)
     out = torch.zeros(cut + rest, dtype=torch.uint8)
@@ -85,6 +88,7 @@ def encode_elias_fano(index, n):
 
 
 def decode_elias_fano(wire, n, k):
+    """What kernels/indices.py calls by this name, by Numba."""
     low, (cut, _) = low_bits(n, k), elias_fano_bytes(n, k)
     index, found = _ones(wire[cut:], k)
     if found == k:

@@ -73,6 +73,7 @@ def round_plain(x, r, qmax, codes):
 
 @inline
 def round_stochastic(x, scale, qmax, codes, position, k0, k1):
+    """codes ← x ÷ scale, rounded up with the chance of its fraction; position, k0, k1: of the random numbers."""
     key, first = high_key(position, k0), np.uint32(position)
     lift, r = reciprocal(scale)
     for i in range(x.size):
@@ -261,6 +262,7 @@ def views(wire, n, bits, block):
 
 
 def quantize(x, bits, block, mode, seed):
+    """`quantize` of kernels/quantize.py, by Numba."""
     n = x.numel()
     wire = allocate(layout.quantized_bytes(n, bits, block, x.dtype), torch.uint8)
     packed, tail = views(wire, n, bits, block)
@@ -280,6 +282,7 @@ def quantize(x, bits, block, mode, seed):
 
 
 def dequantize(wire, n, bits, block, dtype, onto):
+    """`dequantize` of kernels/quantize.py, by Numba."""
     if dtype == torch.float16:
         values = dequantize(wire, n, bits, block, torch.float32, None)
         return values.to(dtype) if onto is None else onto.copy_(onto.float() + values)

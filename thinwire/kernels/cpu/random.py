@@ -56,12 +56,14 @@ def _sample(seeds, n, mask, shift, out):
 
 
 def uniform_rows(n, seeds):
+    """`uniform_rows` of kernels/random.py, by Numba."""
     out = torch.empty(len(seeds), n, dtype=torch.float32)
     _uniform(_seeds(seeds), array(out))
     return out
 
 
 def sample_rows(n, k, seeds):
+    """`sample_rows` of kernels/random.py, by Numba."""
     bits = max(1, (n - 1).bit_length())
     out = torch.empty(len(seeds), k, dtype=torch.int64)
     _sample(_seeds(seeds), n, (1 << bits) - 1, (bits + 1) // 2, array(out))

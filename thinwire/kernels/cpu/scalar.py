@@ -79,11 +79,13 @@ def hash32(low, high_key, k1):
 
 @inline
 def high_key(position, k0):
+    """The key for values beyond the first 2³²."""
     return np.uint32(np.uint32(k0) + np.uint32(position >> 32) * np.uint32(MUL1))
 
 
 @inline
 def uniform(h):
+    """A 32-bit hash as a number in [0, 1)."""
     return np.float32(h >> np.uint32(8)) * np.float32(2.0**-24)
 
 

@@ -16,6 +16,7 @@ REFINE = 10  # bits resolved by each of the two refining histograms (31 = 11 + 1
 
 @inline
 def magnitude(x, i):
+    """|x[i]| as the bits of a float without sign, which compare like the values."""
     return np.int32(as_bits(read(x, i)) & MAGNITUDE)
 
 
@@ -72,6 +73,7 @@ def _scatter_add(out, index, values):
 
 
 def histogram(x):
+    """`histogram` of kernels/select.py, by Numba."""
     x = _native(x)
     counts = np.zeros((_runs(x.numel()), BINS), np.int64)
     _histogram(array(x), counts, 0, 31, HISTOGRAM_SHIFT, BINS - 1)
@@ -79,6 +81,7 @@ def histogram(x):
 
 
 def kth_magnitude(x, k):
+    """`kth_magnitude` of kernels/select.py, by Numba."""
     bits = _kth_bits(array(_native(x)), k)
     return torch.tensor(bits, dtype=torch.int32).view(torch.float32).to(x.dtype)
 
@@ -97,6 +100,7 @@ def _kth_bits(x, k):
 
 
 def select(x, threshold, cap):
+    """`select` of kernels/select.py, by Numba."""
     native = array(_native(x))
     at_least = int(torch.tensor(max(threshold, 0.0)).to(x.dtype).float().view(torch.int32))  # in x's own precision
     counts = _counts(native, at_least, INFINITY_BITS)  # NaN is not at or above anything
@@ -105,6 +109,7 @@ def select(x, threshold, cap):
 
 
 def top(x, k):
+    """`top` of kernels/select.py, by Numba."""
     native = array(_native(x))
     at_least = _kth_bits(native, k)
     counts = _counts(native, at_least, MAGNITUDE)
@@ -131,6 +136,7 @@ def _gather(x, native, at_least, limit, per_run, ties, total):
 
 
 def scatter_add(out, index, values):
+    """`scatter_add` of kernels/select.py, by Numba."""
     if index.numel() and (int(index.min()) < 0 or int(index.max()) >= out.numel()):
         raise IndexError(f"index outside 0…{out.numel() - 1}")
     if out.dtype == torch.float16:

@@ -62,6 +62,7 @@ def _decode(packed, tail, out, block):
 
 
 def encode_sign(x, block):
+    """`encode_sign` of kernels/sign.py, by Numba."""
     n = x.numel()
     wire = allocate(layout.sign_bytes(n, block, x.dtype), torch.uint8)
     packed, tail = views(wire, n, 1, block)
@@ -72,6 +73,7 @@ def encode_sign(x, block):
 
 
 def decode_sign(wire, n, block, dtype):
+    """`decode_sign` of kernels/sign.py, by Numba."""
     packed, tail = views(wire.contiguous(), n, 1, block)
     out = allocate(n, torch.float32 if dtype == torch.float16 else dtype)
     _decode(packed, tail, array(out), block)

@@ -42,12 +42,14 @@ def _unpack(wire, out):
 
 
 def pack_trits(codes):
+    """`pack_trits` of kernels/ternary.py, by Numba."""
     out = torch.empty(trit_bytes(codes.numel()), dtype=torch.uint8)
     _pack(array(codes), array(out))
     return out
 
 
 def unpack_trits(wire, n):
+    """`unpack_trits` of kernels/ternary.py, by Numba."""
     out = torch.empty(n, dtype=torch.uint8)
     _unpack(array(wire), array(out))
     return out

@@ -38,6 +38,7 @@ def _top(x, length, index):
 
 
 def top_rows(x, k):
+    """`top_rows` of kernels/tiles.py, by Numba."""
     native = x.float() if x.dtype in (torch.float16, torch.float64) else x
     index = torch.empty(x.shape[0], k, dtype=torch.int64)
     _top(array(native.reshape(-1)), x.shape[1], index.numpy())

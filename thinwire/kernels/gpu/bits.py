@@ -54,6 +54,7 @@ def _unpack(wire, codes, n, size, BITS: tl.constexpr, ALIGNED: tl.constexpr, SHA
 
 
 def pack(codes, bits):
+    """`pack` of kernels/bits.py, by Triton."""
     n, size = codes.numel(), packed_bytes(codes.numel(), bits)
     wire = torch.empty(size, dtype=torch.uint8, device=codes.device)
     launch(_pack, triton.cdiv(n, VALUES), codes, wire, n, size, BITS=bits, ROW=ROW, **TILED)
@@ -61,6 +62,7 @@ def pack(codes, bits):
 
 
 def unpack(wire, n, bits):
+    """`unpack` of kernels/bits.py, by Triton."""
     codes = torch.empty(n, dtype=torch.uint8, device=wire.device)
     aligned = wire.data_ptr() % 4 == 0
     launch(_unpack, triton.cdiv(n, VALUES), wire, codes, n, wire.numel(), BITS=bits, ALIGNED=aligned, ROW=ROW, **TILED)

@@ -110,6 +110,7 @@ def _decode(
 
 
 def encode_delta(x, h, out, bits, block, gate, mode, seed, wire=None):
+    """`encode_delta` of kernels/delta.py, by Triton."""
     n, cut = x.numel(), codes_layout.codes_bytes(x.numel(), bits)
     wire = message(layout.delta_bytes(n, bits, block, x.dtype, gate), x.device, wire)
     scalars, constants = encode_arguments(bits, x.dtype, mode, seed)
@@ -123,6 +124,7 @@ def encode_delta(x, h, out, bits, block, gate, mode, seed, wire=None):
 
 
 def decode_delta(wire, h, out, bits, block, dtype, gate, y=None):
+    """`decode_delta` of kernels/delta.py, by Triton."""
     n, wire = h.numel(), wire.contiguous()
     y = torch.empty(n, dtype=dtype, device=wire.device) if y is None else y
     tiled = tiling(block, WIDTH, tile=1024)

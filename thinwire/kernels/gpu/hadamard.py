@@ -76,6 +76,7 @@ def _rotate(
 
 
 def rotate(x, block, seed, inverse):
+    """`rotate` of kernels/hadamard.py, by Triton."""
     n, stages = x.numel(), block.bit_length() - 1
     out = torch.empty(n, dtype=torch.float32, device=x.device)
     tiled = tiling(block, line(x.element_size()))

@@ -107,10 +107,12 @@ def checked(index, n):
 
 
 def encode_bitmap(index, n):
+    """What kernels/indices.py calls by this name, by Triton."""
     return _encoded(index, packed_bytes(n, 1), 0, 0, False)
 
 
 def encode_elias_fano(index, n):
+    """What kernels/indices.py calls by this name, by Triton."""
     cut, rest = elias_fano_bytes(n, index.numel())
     return _encoded(index, cut + rest, cut * 8, low_bits(n, index.numel()), True)
 
@@ -124,10 +126,12 @@ def _encoded(index, size, base, low, ranked):
 
 
 def decode_bitmap(wire, n, k):
+    """What kernels/indices.py calls by this name, by Triton."""
     return _decoded(wire.contiguous(), 0, k, 0, False)
 
 
 def decode_elias_fano(wire, n, k):
+    """What kernels/indices.py calls by this name, by Triton."""
     return _decoded(wire.contiguous(), elias_fano_bytes(n, k)[0], k, low_bits(n, k), True)
 
 

@@ -199,6 +199,7 @@ def programs_for(n, bits, block, shape):
 
 
 def quantize(x, bits, block, mode, seed, out=None):
+    """`quantize` of kernels/quantize.py, by Triton."""
     n, cut = x.numel(), layout.codes_bytes(x.numel(), bits)
     wire = message(layout.quantized_bytes(n, bits, block, x.dtype), x.device, out)
     scalars, constants = encode_arguments(bits, x.dtype, mode, seed)
@@ -218,6 +219,7 @@ def message(size, device, out):
 
 
 def dequantize(wire, n, bits, block, dtype, onto, out=None):
+    """`dequantize` of kernels/quantize.py, by Triton."""
     wire, cut = wire.contiguous(), layout.codes_bytes(n, bits)
     if onto is not None or out is None:
         out = torch.empty(n, dtype=dtype, device=wire.device) if onto is None else onto

@@ -71,6 +71,7 @@ def _narrow(counts, state, k, FIRST: tl.constexpr, WIDTH: tl.constexpr):
 
 
 def histogram(x):
+    """`histogram` of kernels/select.py, by Triton."""
     counts = torch.zeros(BINS, dtype=torch.int64, device=x.device)
     _count_leading(x, counts)
     return counts

@@ -77,6 +77,7 @@ def _mixed(h, k1):
 
 @triton.jit
 def uniform(h):
+    """A 32-bit hash as a number in [0, 1)."""
     return (h >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
 
 
@@ -132,6 +133,7 @@ def rounded(t):
 
 @triton.jit
 def as_float(lifted):
+    """The rounded value, of what `lifted` it to where floats are whole numbers."""
     return lifted - ROUNDER
 
 

@@ -136,6 +136,7 @@ def _scatter_add(out, index, values, n, k, SIZE: tl.constexpr):
 
 
 def kth_magnitude(x, k):
+    """`kth_magnitude` of kernels/select.py, by Triton."""
     state, low = kth_bits(x, k)
     return (state[0] << low).to(torch.int32).view(torch.float32).to(x.dtype)
 

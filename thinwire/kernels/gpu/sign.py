@@ -81,6 +81,7 @@ def _decode(wire, out, n, cut, ALIGNED: tl.constexpr, SHAPE: tl.constexpr, BLOCK
 
 
 def encode_sign(x, block):
+    """`encode_sign` of kernels/sign.py, by Triton."""
     n, cut, limit = x.numel(), codes_bytes(x.numel(), 1), scale_limit(1, torch.finfo(x.dtype).max)
     wire = torch.empty(layout.sign_bytes(n, block, x.dtype), dtype=torch.uint8, device=x.device)
     tiled = tiling(block, line(x.element_size()))
@@ -90,6 +91,7 @@ def encode_sign(x, block):
 
 
 def decode_sign(wire, n, block, dtype):
+    """`decode_sign` of kernels/sign.py, by Triton."""
     wire, out = wire.contiguous(), torch.empty(n, dtype=dtype, device=wire.device)
     tiled = tiling(block, line(dtype.itemsize))
     programs = triton.cdiv(n, tiled["SHAPE"][1] * block)

@@ -47,12 +47,14 @@ def _unpack(wire, out, n, TILE: tl.constexpr):
 
 
 def pack_trits(codes):
+    """`pack_trits` of kernels/ternary.py, by Triton."""
     out = torch.empty(trit_bytes(codes.numel()), dtype=torch.uint8, device=codes.device)
     launch(_pack, triton.cdiv(out.numel(), TILE), codes, out, codes.numel(), TILE=TILE)
     return out
 
 
 def unpack_trits(wire, n):
+    """`unpack_trits` of kernels/ternary.py, by Triton."""
     out = torch.empty(n, dtype=torch.uint8, device=wire.device)
     launch(_unpack, triton.cdiv(n, 5 * TILE), wire, out, n, TILE=TILE)
     return out

@@ -56,6 +56,7 @@ def hashes(start, k0, k1, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def is_full(start, n, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Does the tile at `start` lie within n values, in whole blocks?"""
     return (start + SHAPE[1] * BLOCK <= n) & (SHAPE[0] * SHAPE[2] == BLOCK)
 
 
@@ -91,6 +92,7 @@ def row_top(x):
 
 @triton.jit
 def row_sum(x):
+    """The sum over each block."""
     return tl.sum(tl.sum(x, axis=0), axis=1)
 
 
@@ -108,6 +110,7 @@ def load(source, start, n, SHAPE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.co
 
 @triton.jit
 def store(target, values, start, n, SHAPE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    """Write a tile; what lies beyond n is left out."""
     places, column = _lines(SHAPE, BLOCK, SHAPE[2])
     lines = tl.reshape(values, [SHAPE[0] * SHAPE[1], SHAPE[2]])
     if FULL:
@@ -206,6 +209,7 @@ def write_scales(tail, codes, tile, blocks, ROWS: tl.constexpr):
 
 @triton.jit
 def read_scales(tail, tile, blocks, ALIGNED: tl.constexpr, ROWS: tl.constexpr):
+    """The bits of the scales of a tile's blocks, from the end of a message."""
     row = tile * ROWS + tl.arange(0, ROWS)
     if ALIGNED:
         return tl.load(tail.to(tl.pointer_type(tl.uint16)) + row, mask=row < blocks, other=0).to(tl.int32)

@@ -32,6 +32,7 @@ def _top(x, index, length, k, SIZE: tl.constexpr):
 
 
 def top_rows(x, k):
+    """`top_rows` of kernels/tiles.py, by Triton."""
     rows, length = x.shape
     index = torch.empty(rows, k, dtype=torch.int64, device=x.device)
     size = triton.next_power_of_2(length)

@@ -50,14 +50,14 @@ def nesterov(anchor: Tensor, mean: Tensor, velocity: Tensor) -> Tensor:
 
 def diloco_is_the_published_algorithm() -> None:
     """arXiv 2311.08105: Δ = mean of (anchor − θ_i), Nesterov outside, all sites restart from the anchor."""
-    model, local, steps = site_of("diloco", 2)
+    model, local, steps = site_of("diloco", 1)
     if not is_checked(local):
         return
     sites = Sites(dist.get_world_size(), HIDDEN)
     velocity = {name: torch.zeros_like(a) for name, a in sites.anchor.items()}
     for step in range(1, steps + 1):
         sites.train(step)
-        for name in sites.anchor if step % 2 == 0 else ():
+        for name in sites.anchor:
             sites.anchor[name] = nesterov(sites.anchor[name], sites.mean(name), velocity[name])
             for site in range(len(sites.models)):
                 sites.weights(site)[name].copy_(sites.anchor[name])
@@ -80,7 +80,7 @@ def streaming_diloco_is_the_published_algorithm() -> None:
     """arXiv 2501.18512: fragment p is sent at its own offset as fp4, applied a step later by Nesterov, and half of the
     local weights is kept."""
     size = dist.get_world_size()
-    model, local, steps = site_of("streaming-diloco", 4, fragments=2)
+    model, local, steps = site_of("streaming-diloco", 2, fragments=2)
     if not is_checked(local):
         return
     sites = Sites(size, HIDDEN)
@@ -95,7 +95,7 @@ def streaming_diloco_is_the_published_algorithm() -> None:
                     weight = sites.weights(site)[name]
                     weight.copy_(0.5 * weight + 0.5 * sites.anchor[name])
         for number, fragment in enumerate(local.fragments):
-            if step % 4 == 2 * number:
+            if step % 2 == number:
                 means: dict[str, Tensor] = {}
                 for unit in fragment.units:  # tensors are coded one after the other; a scalar is sent as it is
                     sent = []
@@ -171,19 +171,19 @@ def ours_is_its_formula() -> None:
 
 def _without_momentum(preset: str, values_code) -> None:
     size = dist.get_world_size()
-    model, local, steps = site_of(preset, 2, delay=0)
+    model, local, steps = site_of(preset, 1, delay=0)
     if not is_checked(local):
         return
     sites, residuals = Sites(size, HIDDEN), {}
     for step in range(1, steps + 1):
         sites.train(step)
-        for name in sites.anchor if step % 2 == 0 else ():
+        for name in sites.anchor:
             mean = sites.mean(name, lambda site, x, name=name: _sent(residuals, site, name, x, values_code))
             sites.anchor[name] = sites.anchor[name] - mean
             for site in range(size):
                 sites.weights(site)[name].copy_(sites.anchor[name])
     check_equal("weights", trained(model), sites.weights(0), tolerance=1e-4)
-    check(local.summary().ratio > 40, f"two steps per round: {local.summary()}")
+    check(local.summary().ratio > 20, f"one step per round: {local.summary()}")
 
 
 CASES = [

@@ -1,7 +1,7 @@
 """Held-out loss against bytes per token: per-step wires and local steps, methods × H × sites × seeds.
 
     python benchmarks/quality/local_steps.py --json out/local.jsonl --figure out/local.png      # the whole grid
-    python benchmarks/quality/local_steps.py --quick --json out/quick.jsonl                      # two minutes
+    python benchmarks/quality/local_steps.py --quick --json out/quick.jsonl                      # tiny, in minutes
     python benchmarks/quality/local_steps.py --device cuda --width 384 --layers 8 --steps 5000   # on one card
 
 Every site is a process; they exchange over Gloo on this machine, also where they share one card. All methods see equal

@@ -306,9 +306,14 @@ def test_a_port_in_use_is_told(run: Path) -> None:
         PageServer(LivePage([run]), port=server.server_port)
 
 
+@pytest.mark.timeout(60)
 def test_ctrl_c_ends_it_with_one_line(run: Path) -> None:
     command = [sys.executable, "-m", "thinwire", "watch", str(run)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+
+    def heed_ctrl_c() -> None:  # where tests run in the background of a shell it is ignored, and children inherit that
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as process:
         assert process.stderr is not None
         address, forward, _ = [process.stderr.readline() for _ in range(3)]
         url = address.removeprefix("watch: ").strip()

@@ -92,7 +92,8 @@ def _reason(error: Exception, out: str, heartbeat: Heartbeat) -> str | None:
     rank = dist.get_rank()
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
-        return f"rank {rank}: {error.filename or out}: {error.strerror}"
+        where = error.filename or out
+        return f"rank {rank}: {os.fsdecode(where) if isinstance(where, bytes) else where}: {error.strerror}"
     if _is_out_of_memory(error):
         return f"rank {rank} is out of memory: {text}"
     lost = heartbeat.lost()

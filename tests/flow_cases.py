@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import socket
+import time
 from unittest import mock
 
 import torch
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from rank_cases import check
 from torch import Tensor
 
+from thinwire.collectives.early import Early
 from thinwire.collectives.flows import LEAST, Flows
 from thinwire.collectives.groups import Metered, destroy, twin
+from thinwire.collectives.messages import Swap
 from thinwire.distributed import streams
 from thinwire.torch_private.groups import known_groups
 
@@ -142,6 +145,35 @@ def groups_of_some_ranks_are_made_again_and_again() -> None:
     destroy(everyone)
 
 
+def who_is_done_first_may_leave_first() -> None:
+    """The next exchange's receives are posted after the last one too, from members that have left by then: an error
+    of the exchange that asks them again, and of that alone."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = twin(None)
+    early = Early(Flows(group, 1), first_tag=1)
+    metered = Metered(group, early=early)
+    payload = [torch.full((100,), rank, dtype=torch.uint8) for _ in range(size)]
+    arriving = Swap(payload, [100] * size, metered).arriving()
+    got = [next(arriving) for _ in range(size)]
+    check(all(bool((x == source).all()) for source, x in got), "what arrived is not what was sent")
+    dist.barrier()
+    if rank:
+        destroy(group)
+        del group, metered, early, arriving  # the connections end with who holds them
+    dist.barrier()
+    if rank == 0:
+        time.sleep(0.2)  # the end of a connection takes its way
+        check(next(arriving, None) is None, "more arrived than members sent")
+        early.begin()
+        try:
+            Swap(payload, [100] * size, metered).wait()
+        except RuntimeError as error:
+            check("peer" in str(error), f"the error says nothing of the member: {error}")
+        else:
+            check(False, "an exchange with members that have left came to an end")
+        destroy(group)
+
+
 def streams_are_as_many_as_are_clearly_faster() -> None:
     """The rates are given, by the number of connections and by rank; what is measured is the same on all ranks."""
     rank = dist.get_rank()
@@ -175,5 +207,6 @@ CASES = [
     closing_frees_what_was_made,
     groups_of_some_ranks_are_made_again_and_again,
     streams_are_as_many_as_are_clearly_faster,
+    who_is_done_first_may_leave_first,
     a_lost_flow_is_an_error,
 ]

@@ -47,6 +47,7 @@ class Early:
         self.tags = tags
         self.next = 0  # which message of the exchange comes next
         self.posted: dict[int, Receives] = {}
+        self.broken: RuntimeError | None = None  # why the next exchange could not be awaited
 
     def begin(self) -> None:
         """The exchange begins anew."""
@@ -69,11 +70,19 @@ class Early:
 
     def take(self, tag: int, sizes: list[int], rank: int) -> Receives:
         """The receives of a message that is being sent now: those posted before, or new ones."""
+        if self.broken is not None:
+            raise self.broken
         receives = self.posted.pop(tag, None) or self.post(tag, sizes, rank)
         if [buffer.numel() for buffer in receives.buffers] != sizes:
             raise RuntimeError("an exchange whose messages have the same sizes every time has other ones now")
         return receives
 
     def post_again(self, tag: int, sizes: list[int], rank: int) -> None:
-        """The message has arrived: wait for the next one with that tag."""
-        self.posted[tag] = self.post(tag, sizes, rank)
+        """The message has arrived: wait for the next one with that tag.
+
+        A member that has closed its connections after this exchange is an error of the next exchange only: there may
+        be none, for then this was the last one, and that member was done with it first."""
+        try:
+            self.posted[tag] = self.post(tag, sizes, rank)
+        except RuntimeError as error:
+            self.broken = error

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, from_raw, raw_bytes
-from thinwire.codecs.quantize import check_block
-from thinwire.errors import UsageError
+from thinwire.codecs.quantize import Blockwise
 from thinwire.kernels import bits as bitpack
 from thinwire.kernels.quantize import as_blocks
 from thinwire.kernels.scales import decode_scale, encode_scale, from_bytes, nearest_scale, to_bytes
@@ -21,7 +20,7 @@ TABLE = 4 * BINS  # bytes: a float32 per bin
 
 
 @dataclass(frozen=True)
-class TwoLevels(Codec):
+class TwoLevels(Blockwise):
     """Two bits per value: a sign, and the nearer of two magnitudes, those of least squared error in their block.
 
     The magnitudes of a block are sorted; of all ways to cut them in two, the one is taken whose halves' means are the
@@ -29,15 +28,6 @@ class TwoLevels(Codec):
     """
 
     block: int = 512
-
-    never_syncs = True
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
-
-    @property
-    def span(self) -> int:
-        return self.block
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         flat = x.view(-1)
@@ -112,7 +102,7 @@ class BinMeans(Codec):
 
 
 @dataclass(frozen=True)
-class PowerOfTwo(Codec):
+class PowerOfTwo(Blockwise):
     """A sign and an exponent: zero, or s·2^−j, the nearest, s the block's largest magnitude. Four bits are fp4 (E3M0).
 
     bits: per value, 2–8; all but one are the exponent's. block: values per scale, a multiple of 8.
@@ -120,17 +110,6 @@ class PowerOfTwo(Codec):
 
     bits: int = 4
     block: int = 128
-
-    never_syncs = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
-            raise UsageError(f"bits must be 2, 3, … 8, not {self.bits!r}")
-        check_block(self.block)
-
-    @property
-    def span(self) -> int:
-        return self.block
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         flat = x.view(-1)

@@ -17,14 +17,28 @@ from thinwire.kernels import sign as sign_kernel
 SCALE_SLACK = 1 + 2.0**-6  # a scale is rounded up to 7 significant bits
 
 
-def check_block(block: int) -> None:
-    """UsageError unless a block is a multiple of 8, at least 8."""
-    if not isinstance(block, int) or block < 8 or block % 8:
-        raise UsageError(f"block must be a multiple of 8, at least 8, not {block!r}")
+class Blockwise(Codec):
+    """A codec whose blocks of `block` values, a multiple of 8, are coded each on its own; `bits` per value if it has
+    them, 2–8."""
+
+    block: int
+
+    never_syncs = True
+
+    def __post_init__(self) -> None:
+        bits = getattr(self, "bits", 2)
+        if not isinstance(bits, int) or not 2 <= bits <= 8:
+            raise UsageError(f"bits must be 2, 3, … 8, not {bits!r}")
+        if not isinstance(self.block, int) or self.block < 8 or self.block % 8:
+            raise UsageError(f"block must be a multiple of 8, at least 8, not {self.block!r}")
+
+    @property
+    def span(self) -> int:
+        return self.block
 
 
 @dataclass(frozen=True)
-class Quantize(Codec):
+class Quantize(Blockwise):
     """Block-scaled quantisation: q = round(x/s_B), one 16-bit scale s_B per block (kernels/quantize.py has the layout).
 
     bits: per value, 2–8. block: values per scale, a multiple of 8. rounding: "nearest" (contractive) or "stochastic"
@@ -37,12 +51,8 @@ class Quantize(Codec):
     rounding: str = "nearest"
     scale: str = "absmax"
 
-    never_syncs = True
-
     def __post_init__(self) -> None:
-        if not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
-            raise UsageError(f"bits must be 2, 3, … 8, not {self.bits!r}")
-        check_block(self.block)
+        super().__post_init__()
         if self.rounding not in ("nearest", "stochastic"):
             raise UsageError(f"rounding must be nearest or stochastic, not {self.rounding!r}")
         if self.scale not in ("absmax", "full", "mse"):
@@ -51,10 +61,6 @@ class Quantize(Codec):
             raise UsageError(
                 f"scale {self.scale} clips, so stochastic rounding would not be unbiased: use nearest with it"
             )
-
-    @property
-    def span(self) -> int:
-        return self.block
 
     @property
     def _mode(self) -> kernel.Mode:
@@ -129,22 +135,13 @@ class Quantize(Codec):
 
 
 @dataclass(frozen=True)
-class ScaledSign(Codec):
+class ScaledSign(Blockwise):
     """One bit per value: (‖x‖₁/B)·sign(x) per block of B (signSGD with error feedback, ICML 2019). δ ≥ 1/B.
 
     block: values per scale B, a multiple of 8.
     """
 
     block: int = 128
-
-    never_syncs = True
-
-    def __post_init__(self) -> None:
-        check_block(self.block)
-
-    @property
-    def span(self) -> int:
-        return self.block
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         return sign_kernel.encode_sign(x.view(-1), self.block)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from unittest import mock
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.planner import flows
 from thinwire.planner.flows import GOAL, INITIAL, MOST, choose_streams, one_flow, slow_start
 from thinwire.train.tune import timing
-from thinwire.train.tune.timing import Measured
+from thinwire.train.tune.measured import Measured
 
 RTT = st.floats(1e-4, 2.0)
 LOSS = st.floats(1e-6, 0.2)
+LONG = {("forward", 0): 60.0}  # seconds of silence, by connection
 NAMES = st.sampled_from(["reno", "cubic", "bbr", "vegas"])
 
 
@@ -75,22 +75,23 @@ def test_slow_start_costs_a_round_trip_per_doubling_at_most(nbytes, rate, rtt, s
 
 def test_slow_start_of_256_kB_over_50_ms() -> None:
     """Windows of 15, 29, 58 and 116 kB at 100 Mb/s: four answers to wait for, less what is sent meanwhile."""
-    with mock.patch.object(flows, "SILENCE", 60.0):
-        found = slow_start(256e3, 1e8, 0.1)
+    found = slow_start(256e3, 1e8, 0.1, silence=60.0)
     assert found == pytest.approx(4 * 0.1 - 8 * 15 * INITIAL / 1e8)
 
 
-def test_a_train_of_messages_never_takes_less_than_the_rate() -> None:
-    """Whatever the number of micro-batches: what slow start adds is spread over them, and never negative."""
+def test_the_first_messages_of_a_step_pay_for_the_silence() -> None:
+    """All together what slow start adds to their bytes, no message less than nothing; nothing where it is off."""
     for rate, latency, nbytes, count in itertools.product((1e6, 1e8), (0.0, 0.05), (1e3, 1e5, 1e6), (1, 4, 16)):
-        one = [[0.0, 0.0]]
         measured = Measured(
             [0.1] * 2, [0.2] * 2, {"forward": [rate, 0.0]}, {"forward": [latency, 0.0]}, {"forward": [nbytes]},
-            {"forward": one}, {},
+            {"forward": [[0.0, 0.0]]}, {},
         )  # fmt: skip
-        hop = measured._hop("forward", 0, 0, count)
-        assert hop.wire >= 8 * nbytes / rate and hop.latency == latency
-        assert latency or hop.wire == 8 * nbytes / rate
+        hops = [measured._hop("forward", 0, 0, part, count, LONG) for part in range(count)]
+        assert all(hop.wire >= 8 * nbytes / rate - 1e-12 and hop.latency == latency for hop in hops)
+        added = sum(hop.wire for hop in hops) - count * 8 * nbytes / rate
+        assert added == pytest.approx(slow_start(count * nbytes, rate, 2 * latency, silence=60.0), abs=1e-9)
+        off = replace(measured, restarts=False)._hop("forward", 0, 0, 0, count, LONG)
+        assert off.wire == 8 * nbytes / rate
 
 
 def test_a_rank_that_trains_nothing_has_no_optimiser_to_time() -> None:

@@ -22,8 +22,8 @@ from thinwire.train import build
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.metrics import read_events
 from thinwire.train.tune.auto import KINDS, Decision, decision, describe, level_tables
+from thinwire.train.tune.measured import Measured
 from thinwire.train.tune.replan import STEPS, StepWatch, carried_over, is_same
-from thinwire.train.tune.timing import Measured
 
 lab = pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)")
 DEEP = {"dp": 2, "pp": 4, "microbatches": 8}

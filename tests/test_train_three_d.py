@@ -26,8 +26,8 @@ from thinwire.planner.schedule import generate
 from thinwire.train import build
 from thinwire.train.metrics import read_events
 from thinwire.train.model import tensor_parallel as tensor
+from thinwire.train.tune.measured import Measured
 from thinwire.train.tune.selection import note_small
-from thinwire.train.tune.timing import Measured
 
 CUBE = {"dp": 2, "pp": 2, "tp": 2}
 STEP_2 = "checkpoints/step-00000002"

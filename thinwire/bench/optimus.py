@@ -125,7 +125,7 @@ class Bench:
         from thinwire.planner.critical import mixed
         from thinwire.planner.simulate import simulate
         from thinwire.planner.step import Send, Traffic
-        from thinwire.train.tune.timing import Measured
+        from thinwire.train.tune.measured import Measured
 
         rows = []
         with Network(hosts=8, rate=self.args.rate, preload=PRELOAD) as network:

@@ -15,6 +15,7 @@ INITIAL = 10 * MSS  # bytes that a connection sends before the first answer, at 
 # tcp_wmem) is 4 MiB, and some of it is the kernel's own: measured were 2.6 MB at 1 Gb/s and 100 ms.
 WINDOW = 2_600_000
 SILENCE = 1.0  # seconds between the messages of two steps, about
+TIMEOUT = 0.2  # seconds that Linux waits for an answer, at least, beyond the round trip
 MOST = 32  # flows that are chosen at most: each is a connection between every two ranks
 GOAL = 0.9  # share of the rate that the chosen flows are to carry
 LOSS_BLIND = ("bbr",)
@@ -46,15 +47,21 @@ def choose_streams(rate: float, rtt: float, loss: float, congestion: str, window
     return max(1, min(MOST, math.ceil(GOAL * rate / alone)))
 
 
-def slow_start(nbytes: float, rate: float, rtt: float, streams: int = 1) -> float:
-    """Seconds by which a message after a silence takes longer than at the link's rate.
+def slow_start(
+    nbytes: float, rate: float, rtt: float, streams: int = 1, silence: float = SILENCE, burst: float | None = None
+) -> float:  # fmt: skip
+    """Seconds by which the first messages after a silence take longer than at the link's rate.
 
     A connection sends a window of bytes, waits for the answer, sends twice as many, and so on, until the link is full.
-    In a silence the window falls to a half in every time-out (rtt + 200 ms in Linux), to INITIAL at least.
-    nbytes: of the message. streams: connections that it is cut over. The others: as of `choose_streams`.
+    Linux lets it grow to twice what is under way. In a silence it falls to a half in every time-out (rtt + 200 ms)
+    after the first, to INITIAL at least.
+    nbytes: of the messages together. streams: connections that they are cut over. silence: in seconds. burst: bytes
+    that were sent before the silence; None: as many. The others: as of `choose_streams`.
     """
     full = rate * rtt / 8
-    window = max(INITIAL * streams, min(nbytes, full) / 2 ** (SILENCE / (rtt + 0.2)))
+    grown = 2 * min(nbytes if burst is None else burst, full)
+    halved = min(64, max(0, math.ceil(silence / (rtt + TIMEOUT)) - 1))
+    window = max(INITIAL * streams, grown / 2**halved)
     left, extra = nbytes, 0.0
     while left > window and window < full:
         extra += rtt - 8 * window / rate

@@ -30,7 +30,8 @@ from thinwire.quantities import show_rate
 from thinwire.train.config.sections import MeshConfig, TrainConfig
 from thinwire.train.mesh import Mesh
 from thinwire.train.model.stage import Stage
-from thinwire.train.tune.timing import WAYS, Measured, measure
+from thinwire.train.tune.measured import Measured
+from thinwire.train.tune.timing import WAYS, measure
 
 KINDS = ("gradient", "embedding", "backward", "forward")  # relaxed in this order: what costs most quality comes first
 MOST_AHEAD = 3  # [mesh] ahead: beyond it nothing more was won (docs/gpu.md)

@@ -4,7 +4,7 @@ Between neighbours a few bytes and their answer measure the latency. Then messag
 LONG_ENOUGH: the burst that a shaped link lets through, TCP's first windows and the clock's resolution no longer matter
 then. Of the gradients a part is exchanged that takes as long uncompressed, and next to nothing, which takes the
 latencies: what is between them is scaled to all of them. What is timed is not preceded by a silence, as steps are: what
-TCP's slow start adds then is computed (planner/flows.py).
+TCP's slow start adds then is computed for the whole step (timing.py).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,8 +24,10 @@ from thinwire.collectives.flows import Flows
 from thinwire.collectives.groups import world
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.exchange import Exchange
-from thinwire.planner.flows import slow_start
+from thinwire.data_parallel.gradient_pass import MOST_IN_FLIGHT
+from thinwire.planner.flows import LOSS_BLIND
 from thinwire.planner.network import LinkSpeed
+from thinwire.steps import finish_together
 
 SMALLEST = 1 << 14  # bytes of the first message
 LARGEST = 1 << 25  # bytes of the last message
@@ -35,6 +38,17 @@ MORE = 4  # how many times as many values the next exchange has
 ROUNDS = 3  # of an exchange, after one that allocates
 MANY = 4  # latencies that an exchange takes at least, unless all of it is exchanged
 EXACT = Reduction(Dense())
+_TCP = Path("/proc/sys/net/ipv4")
+
+
+def restarts_slowly() -> bool:
+    """Does a connection of this machine that was silent start slowly again? True where it cannot be told."""
+    if not _TCP.exists():
+        return True
+    after_idle, control = ((_TCP / f"tcp_{name}").read_text().strip() for name in (
+        "slow_start_after_idle", "congestion_control",
+    ))  # fmt: skip
+    return after_idle != "0" and control not in LOSS_BLIND
 
 
 def probe(group: dist.ProcessGroup | None, ahead: int, device: torch.device, streams: int = 1) -> LinkSpeed:
@@ -113,24 +127,23 @@ def _shift(nbytes: int, flows: Flows, ahead: int, device: torch.device) -> float
 
 
 class ExchangeCost(NamedTuple):
-    """Bytes that a rank sends, seconds of the slowest rank, and how many of these pass without a transfer."""
+    """Bytes that a rank sends, seconds of the slowest rank without slow start, how many of these pass without a
+    transfer, and bytes per connection."""
 
     sent: float
     seconds: float
     waiting: float
+    burst: float
 
 
-NOTHING = ExchangeCost(0.0, 0.0, 0.0)
+NOTHING = ExchangeCost(0.0, 0.0, 0.0, 0.0)
 
 
 def exchanges(
     shapes: Mapping[str, tuple[int, ...]], settings: Sequence[Reduction | None], group: dist.ProcessGroup | None,
-    device: torch.device, speed: LinkSpeed | None = None, streams: int = 1,
+    device: torch.device,
 ) -> list[ExchangeCost]:  # fmt: skip
-    """Per setting (None: exact) what one exchange of tensors of these shapes costs.
-
-    speed: of the group's links, for what TCP's slow start adds; None: nothing is added. streams: connections that a
-    message will be cut over."""
+    """Per setting (None: exact) what one exchange of tensors of these shapes costs."""
     if not _values(shapes) or world(group)[0] == 1:
         return [NOTHING for _ in settings]
     least = {name: _first_rows(shape, 1e-9) for name, shape in shapes.items()}
@@ -149,10 +162,8 @@ def exchanges(
     for setting in settings:
         sent, seconds = exact if setting is None else _exchange(part, setting, group, device)
         transfer = factor * max(0.0, seconds - shortest)
-        slower = 0.0
-        if speed is not None and speed.rate is not None:
-            slower = slow_start(factor * sent / (world(group)[0] - 1), speed.rate, 2 * speed.latency, streams)
-        costs.append(ExchangeCost(factor * sent, transfer + waiting + slower, waiting + slower))
+        burst = factor * sent / (world(group)[0] - 1)
+        costs.append(ExchangeCost(factor * sent, transfer + waiting, waiting, burst))
     return costs
 
 
@@ -168,15 +179,16 @@ def _first_rows(shape: tuple[int, ...], share: float) -> tuple[int, ...]:
 def _exchange(
     shapes: Mapping[str, tuple[int, ...]], reduction: Reduction, group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[float, float]:
-    """Bytes that this rank sends, and seconds of the slowest rank: of several exchanges, one after another."""
+    """Bytes that this rank sends, and seconds of the slowest rank: of several exchanges, one after another. Their
+    units are in flight together as they are in training."""
     exchange = Exchange(shapes, reduction, group)
     values = [noise(unit.numel).to(device) for unit in exchange.units]
     before, began = 0, 0.0
     for number in range(1 + ROUNDS):
         if number == 1:
             before, began = exchange.sent, time.perf_counter()
-        for unit, x in zip(exchange.units, values):
-            exchange.reduce(unit, x)
+        units = (exchange.reduce_steps(unit, x) for unit, x in zip(exchange.units, values))
+        finish_together(units, MOST_IN_FLIGHT if device.type == "cpu" else 0)
         exchange.rollback()
     took = elapsed(began, device) / ROUNDS
     return (exchange.sent - before) / ROUNDS, slowest(took, group, device)

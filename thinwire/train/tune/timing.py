@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,77 +19,29 @@ from thinwire.collectives.flows import Flows
 from thinwire.config.wire import Link, Reduction
 from thinwire.distributed.values import gather_json
 from thinwire.pipeline.lane import Lane, Message
-from thinwire.planner.actions import Schedule
-from thinwire.planner.flows import slow_start
 from thinwire.planner.network import LinkSpeed
 from thinwire.planner.sizes import rows_bytes
-from thinwire.planner.step import Hop, Machine, Send, Step, Traffic, Work
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.engine import autocast
 from thinwire.train.mesh import Mesh
 from thinwire.train.model.stage import Stage
 from thinwire.train.tune.layer_times import once
-from thinwire.train.tune.links import ExchangeCost, elapsed, exchanges, latency_of, noise, probe
+from thinwire.train.tune.links import (
+    ExchangeCost,
+    elapsed,
+    exchanges,
+    latency_of,
+    noise,
+    probe,
+    restarts_slowly,
+)  # fmt: skip
+from thinwire.train.tune.measured import NO_LIMIT, Measured
 from thinwire.train.tune.turns import shared_cores, turns
 
 ROUNDS = 3  # of every measurement; the first allocates, the fastest of the others counts
 ENOUGH_VALUES = 4_000_000  # by which the optimiser's step is timed
 WAYS = {"forward": 1, "backward": -1}  # kinds of messages, and how many stages ahead they go
 Settings = Mapping[str, Sequence[Any]]  # by kind of traffic, one per level: a Link or a Reduction, None for exact
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What the slowest rank measured, as numbers that JSON can store. Kinds that do not occur have no key."""
-
-    forward: list[float]  # seconds of a micro-batch, by stage
-    backward: list[float]
-    rate: dict[str, list[float]]  # bits per second, by direction and sending stage; 0 where no link is crossed
-    latency: dict[str, list[float]]  # seconds, likewise
-    size: dict[str, list[float]]  # bytes, by kind and level
-    coding: dict[str, list[list[float]]]  # seconds to encode and to decode a message, by direction and level
-    exchange: dict[str, list[list[float]]]  # seconds, by kind and level: of gradients by stage, of the embedding one
-    waiting: dict[str, list[list[float]]] = field(default_factory=dict)  # of these seconds, those without a transfer
-    closing: float = 0.0  # seconds of the vote and the optimiser's step
-    streams: int = 1
-    machine: list[int] = field(default_factory=lambda: [0, 0, 1])  # cores, ranks and replicas that share them; 0: none
-
-    def step(self, schedule: Schedule, levels: Mapping[str, int], fused: bool = False) -> Step:
-        """The simulator's step at these levels. `fused`: the tied embedding in one exchange."""
-        halves = tuple(t / 2 for t in self.backward)
-        hops = {
-            Send(Traffic(way), stage, 0): self._hop(way, stage, levels[way], schedule.microbatches)
-            for way, rates in self.rate.items()
-            for stage, rate in enumerate(rates)
-            if rate
-        }
-        gradients = self.exchange.get("gradient")
-        embedding = self.exchange.get("embedding")
-        return Step(
-            schedule, Work(tuple(self.forward), halves, halves), lambda send: hops[send._replace(part=0)],
-            self._exchange("gradient", levels["gradient"]) if gradients else [],
-            self._exchange("embedding", levels["embedding"])[0][0] if embedding else None,
-            fused, Machine(*self.machine), max((hop.wire for hop in hops.values()), default=0.0), closing=self.closing,
-        )  # fmt: skip
-
-    def cost(self, kind: str, level: int) -> float:
-        """Seconds of all that kind's messages, or exchanges, one after another."""
-        if kind in self.rate:
-            return sum(self._hop(kind, stage, level).seconds for stage, rate in enumerate(self.rate[kind]) if rate)
-        return sum(self.exchange[kind][level]) if kind in self.exchange else 0.0
-
-    def _exchange(self, kind: str, level: int) -> list[list[Hop]]:
-        seconds = self.exchange[kind][level]
-        waiting = self.waiting[kind][level] if kind in self.waiting else [0.0] * len(seconds)
-        return [[Hop(wire=all_of_it - idle, latency=idle)] for all_of_it, idle in zip(seconds, waiting)]
-
-    def _hop(self, way: str, stage: int, level: int, count: int = 1) -> Hop:
-        """Of a message, one of `count` in a step. The first of them find a connection that has been silent; what that
-        costs is spread over all."""
-        nbytes, (encode, decode) = self.size[way][level], self.coding[way][level]
-        rate, latency = self.rate[way][stage], self.latency[way][stage]
-        slower = slow_start(count * nbytes, rate, 2 * latency, self.streams) / count
-        return Hop(nbytes, 8 * nbytes / rate + slower, latency, encode, decode)
 
 
 def measure(
@@ -113,16 +65,20 @@ def measure(
         for _ in turns():
             for way in WAYS:
                 mine[way] = [_coding(link, noise(*shape).to(device, dtype)) for link in settings[way]]
+    speeds = list(mine["links"].values())
     if config.mesh.dp > 1:
-        speed = probe(mesh.dp, 1, device, streams)
+        speeds.append(probe(mesh.dp, 1, device, streams))
         mine["gradient"] = {
-            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device, speed, streams)
+            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device)
             for i, stage in sorted(stages.items())
         }
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)
     if tied is not None:
         mine["embedding"] = _embedding(tuple(named[tied].shape), settings["embedding"], mesh, device, rows)
     links = [[way, stage, speed.rate, speed.latency] for (way, stage), speed in mine["links"].items()]
+    mine["slowest"] = [min((x.rate or NO_LIMIT for x in speeds), default=NO_LIMIT)]
+    mine["slowest"].append(max((x.latency for x in speeds), default=0.0))
+    mine["restarts"] = restarts_slowly()
     everyone = [_numbered(part) for part in gather_json({**mine, "links": links})]
     shared = shared_cores(device) if config.mesh.tp == 1 else 0
     return _merged(len(config.mesh.plan().rank_of), everyone, [shared, 0, config.mesh.dp if shared else 1], streams)
@@ -145,7 +101,11 @@ def _merged(stages: int, everyone: list[dict[str, Any]], machine: list[int], str
     links = [entry for part in everyone for entry in part["links"].items()]
     slowest = [[max(seconds) for seconds in zip(*of_stage)] for of_stage in compute]
     closing = max(part["closing"] for part in everyone)
-    out = Measured([f for f, _ in slowest], [b for _, b in slowest], {}, {}, {}, {}, {}, {}, closing, streams, machine)
+    out = Measured(
+        [f for f, _ in slowest], [b for _, b in slowest], {}, {}, {}, {}, {}, {}, closing, streams, machine, {},
+        [min(part["slowest"][0] for part in everyone), max(part["slowest"][1] for part in everyone)],
+        any(part["restarts"] for part in everyone),
+    )  # fmt: skip
     for way in WAYS:
         found = [[speed for key, speed in links if key == (way, s)] for s in range(stages)]
         if any(found):
@@ -162,6 +122,7 @@ def _merged(stages: int, everyone: list[dict[str, Any]], machine: list[int], str
             out.size[kind] = [float(sum(max(one[r][0] for one in ones) for ones in by_stage)) for r in levels]
             out.exchange[kind] = [[max(one[r][1] for one in ones) for ones in by_stage] for r in levels]
             out.waiting[kind] = [[max(one[r][2] for one in ones) for ones in by_stage] for r in levels]
+            out.burst[kind] = [[max(one[r][3] for one in ones) for ones in by_stage] for r in levels]
     return out
 
 
@@ -254,7 +215,7 @@ def _embedding(
     if any(setting.sync == "rows" for setting in settings if setting):
         [pair] = exchanges({"rows": (rows, shape[1])}, [None], mesh.pair, device)
         travel = [rows_bytes(setting.rows_codec if setting else None, rows, shape[1]) for setting in settings]
-        added = [ExchangeCost(n, pair.seconds * n / pair.sent, pair.waiting) for n in travel]
+        added = [ExchangeCost(n, pair.seconds * n / pair.sent, pair.waiting, n) for n in travel]
     else:
         added = exchanges({"tied": shape}, [None], mesh.pair, device) * len(settings)
     return [ExchangeCost(*(a + b for a, b in zip(one, more))) for one, more in zip(apart, added)]

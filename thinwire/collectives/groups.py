@@ -1,7 +1,7 @@
 """What thinwire asks of a process group: size and rank, and groups of one's own. messages.py: how bytes move in it.
 
 Every function takes a torch process group (None: the default one), a `Metered` one, which counts what this member
-sends, or ALONE: a group of this member only, in which nothing is sent.
+sends, ALONE: a group of this member only, in which nothing is sent, or `Members` of another kind (members.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.early import Early, PointToPoint
+from thinwire.collectives.members import Elastic, Members, TorchMembers
 from thinwire.collectives.transit import Transit
+from thinwire.errors import UsageError
 from thinwire.torch_private.groups import NUMBERS, is_known, timeout_of
 
 
@@ -35,7 +37,7 @@ class Metered:
     connections.
     """
 
-    group: dist.ProcessGroup | Alone | None
+    group: dist.ProcessGroup | Members | Alone | None
     sent: int = 0
     transit: Transit | None = None
     members: Sequence[int] | None = None
@@ -49,7 +51,7 @@ class Metered:
             self.transit.add(members[source], members[to], total)
 
 
-Group = dist.ProcessGroup | Metered | Alone | None  # None: torch's default group
+Group = dist.ProcessGroup | Members | Metered | Alone | None  # None: torch's default group
 
 
 def count_sent(group: Group, nbytes: int) -> None:
@@ -60,28 +62,49 @@ def count_sent(group: Group, nbytes: int) -> None:
 
 def is_alone(group: Group = None) -> bool:
     """Is there no process group at all, or is it ALONE?"""
-    inner = group.group if isinstance(group, Metered) else group
+    inner = without_meter(group)
+    if isinstance(inner, Members):
+        return False
     return not dist.is_available() or not dist.is_initialized() or inner is ALONE
 
 
+def without_meter(group: Group) -> dist.ProcessGroup | Members | Alone | None:
+    """The group itself, where it is a Metered one that which it counts for."""
+    return group.group if isinstance(group, Metered) else group
+
+
 def unmetered(group: Group) -> dist.ProcessGroup | None:
-    """The torch process group behind a group that is not ALONE; None: the default one."""
-    inner = group.group if isinstance(group, Metered) else group
+    """The torch process group behind a group that is not ALONE; None: the default one. UsageError where it is another
+    kind of group."""
+    inner = without_meter(group)
     assert not isinstance(inner, Alone), "a group of one member has no process group"
+    if isinstance(inner, Members):
+        raise UsageError(f"{type(inner).__name__}: this needs a process group of torch, whose ranks stay")
     return inner
+
+
+def members(group: Group) -> Members:
+    """What a group that is not ALONE can do."""
+    inner = without_meter(group)
+    return inner if isinstance(inner, Members) else TorchMembers(unmetered(inner))
+
+
+def elastic(group: Group) -> Elastic | None:
+    """The group where its members come and go, None where they stay."""
+    inner = without_meter(group)
+    return inner if isinstance(inner, Elastic) else None
 
 
 def world(group: Group) -> tuple[int, int]:
     """(members, this member's rank in the group); (1, 0) without torch.distributed."""
     if is_alone(group):
         return 1, 0
-    process_group = unmetered(group)
-    return dist.get_world_size(process_group), dist.get_rank(process_group)
+    return members(group).world()
 
 
-def has_cpu_backend(group: dist.ProcessGroup | None) -> bool:
+def has_cpu_backend(group: Group) -> bool:
     """Can the group send tensors on the host?"""
-    return "gloo" in str(dist.get_backend_config(group))
+    return "gloo" in members(group).backends
 
 
 def explicit(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

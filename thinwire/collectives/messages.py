@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import raw_bytes
 from thinwire.collectives.early import Early, PointToPoint, Receives
-from thinwire.collectives.groups import Group, Metered, count_sent, unmetered, world
+from thinwire.collectives.groups import Group, Metered, count_sent, members, world
 from thinwire.collectives.transit import checksum_of
 from thinwire.steps import Steps, finish
 
@@ -81,22 +81,12 @@ class Swap:
         return [arrived[member] for member in range(self.size)]
 
     def _post(self) -> None:
-        group = None if self.size == 1 else unmetered(self.group)
         device = self.outgoing[self.rank].device
         self.incoming = [torch.empty(n, dtype=torch.uint8, device=device) for n in self.sizes]
         for bucket in self._buckets():
-            receives = [
-                dist.P2POp(dist.irecv, self.incoming[source], group=group, group_peer=source)
-                for _, source in bucket
-                if self.sizes[source]
-            ]
-            sends = [
-                dist.P2POp(dist.isend, self.leaving(to), group=group, group_peer=to)
-                for to, _ in bucket
-                if self.outgoing[to].numel()
-            ]
-            operations = receives + sends
-            works = dist.batch_isend_irecv(operations) if operations else []
+            receives = [(self.incoming[source], source) for _, source in bucket if self.sizes[source]]
+            sends = [(self.leaving(to), to) for to, _ in bucket if self.outgoing[to].numel()]
+            works = members(self.group).post(receives, sends)
             self.posted.append(([source for _, source in bucket], works))
 
     def _send(self, flows: PointToPoint, receives: Receives) -> None:
@@ -144,7 +134,7 @@ def gather_steps(x: Tensor, group: Group) -> Steps[list[Tensor]]:
         return [x if j == rank else received[j].view(x.dtype).view(x.shape) for j in range(size)]
     out = [torch.empty_like(x) for _ in range(size)]
     count_sent(group, x.nbytes * (size - 1))
-    dist.all_gather(out, x.contiguous(), group=unmetered(group))
+    members(group).all_gather(out, x.contiguous())
     if is_checked(group):
         _note_all(group, [x] * size, out)
     return out
@@ -176,7 +166,7 @@ def all_reduce_steps(x: Tensor, group: Group) -> Steps[Tensor]:
         return torch.cat(to_all.wait()).view(x.dtype).view(x.shape)
     out = x.clone()
     count_sent(group, 2 * x.nbytes * (size - 1) // size)
-    dist.all_reduce(out, group=unmetered(group))
+    members(group).all_reduce(out)
     return out
 
 
@@ -195,7 +185,7 @@ def maximum(values: Tensor, group: Group) -> Tensor:
     if _goes_directly(values, size):
         return torch.stack(gather(values, group)).amax(0)
     out = values.clone()
-    dist.all_reduce(out, op=dist.ReduceOp.MAX, group=unmetered(group))
+    members(group).all_reduce(out, dist.ReduceOp.MAX)
     return out
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import describe_nonfinite, is_finite
 from thinwire.collectives import Dense
-from thinwire.collectives.groups import Group, unmetered, world
+from thinwire.collectives.groups import Group, members, world
 from thinwire.config.wire import Reduction, Wire, WireLike, warmup_steps
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.parameters import describe_parameters
@@ -83,7 +83,7 @@ def _check_together(named_tensors: Mapping[str, Tensor], how: dict[str, str], gr
     found = torch.tensor([bool(bad), digest, -digest])
     if world(group)[0] > 1:
         found = found.to(next((t.device for t in named_tensors.values()), "cpu"))
-        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=unmetered(group))
+        members(group).all_reduce(found, torch.distributed.ReduceOp.MAX)
     anywhere, most, least = found.tolist()
     if most != -least:
         check_agreement("all_reduce", mine, group)

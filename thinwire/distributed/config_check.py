@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 
-from thinwire.collectives.groups import Group, unmetered, world
+from thinwire.collectives.groups import Group, without_meter, world
 from thinwire.distributed.values import gather_json
 from thinwire.errors import UsageError
 
@@ -30,7 +30,7 @@ def check_agreement(what: str, mine: dict[str, str], group: Group) -> None:
     size, _ = world(group)
     if size == 1:
         return
-    everyone: list[dict[str, str]] = [dict(said) for said in gather_json(mine, unmetered(group))]
+    everyone: list[dict[str, str]] = [dict(said) for said in gather_json(mine, without_meter(group))]
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for name in [*first, *(n for n in other if n not in first)]:

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.groups import Group, has_cpu_backend, unmetered, world
+from thinwire.collectives.groups import Group, has_cpu_backend, members, world
 from thinwire.collectives.messages import gather
 
 LIMIT = 64 << 20  # bytes; more is a mistake, or somebody else's doing
@@ -37,14 +36,14 @@ def broadcast_json(value: Any, source: int = 0, group: Group = None) -> Any:
     size, rank = world(group)
     if size == 1:
         return json.loads(json.dumps(value))
-    device, plain = _device(group), unmetered(group)
+    device, everyone = _device(group), members(group)
     text = _encode(value if rank == source else None, device)
     length = torch.tensor([text.numel()], device=device)
-    dist.broadcast(length, group=plain, group_src=source)
+    everyone.broadcast(length, source)
     _check(int(length))
     if rank != source:
         text = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(text, group=plain, group_src=source)
+    everyone.broadcast(text, source)
     return _decode(text)
 
 
@@ -61,7 +60,7 @@ def tensors_on_first(tensors: Mapping[str, Tensor], group: Group = None) -> list
         ]
     for tensor in held.values():
         if tensor.numel():
-            dist.send(tensor.to(_device(group)), group=unmetered(group), group_dst=0)
+            members(group).isend(tensor.to(_device(group)), 0).wait()
     return []
 
 
@@ -73,13 +72,13 @@ def _receive_tensors(listed: list[Any], source: int, group: Group) -> dict[str, 
             raise RuntimeError(f"rank {source} announces {name} of type {kind} and shape {shape}")
         tensor = torch.empty(shape, dtype=dtype, device=_device(group))
         if tensor.numel():
-            dist.recv(tensor, group=unmetered(group), group_src=source)
+            members(group).irecv(tensor, source).wait()
         out[str(name)] = tensor.cpu()
     return out
 
 
 def _device(group: Group) -> str:
-    return "cpu" if has_cpu_backend(unmetered(group)) else "cuda"
+    return "cpu" if has_cpu_backend(group) else "cuda"
 
 
 def _encode(value: Any, device: str) -> Tensor:

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from thinwire.collectives import groups, messages
+from thinwire.collectives import groups, members, messages
 
 LIMIT = 60.0  # seconds a rank waits for the others
 
@@ -89,7 +89,7 @@ class ThreadDist:
         for place, value in zip(out, (group or self.world).exchange(self.mine.rank, tensor.clone())):
             place.copy_(value)
 
-    def all_reduce(self, tensor: Tensor, group: Group | None = None) -> None:
+    def all_reduce(self, tensor: Tensor, op: Any = None, group: Group | None = None) -> None:
         tensor.copy_(torch.stack((group or self.world).exchange(self.mine.rank, tensor.clone())).sum(0))
 
     def batch_isend_irecv(self, operations: list[Operation]) -> list[Receipt]:
@@ -132,7 +132,7 @@ def run(size: int, work: Callable[[int], Any]) -> tuple[list[Any], ThreadDist]:
     torch.set_num_threads(1)
     own_groups = mock.patch.multiple(groups, dist=fake, new_group=fake.new_group)
     own_messages = mock.patch.multiple(messages, dist=fake, DIRECT_MEMBERS=0)  # `sent` counts what is swapped only
-    with own_groups, own_messages:
+    with own_groups, own_messages, mock.patch.object(members, "dist", fake):
         for thread in threads:
             thread.start()
         for thread in threads:

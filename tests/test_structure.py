@@ -20,7 +20,7 @@ LEVELS = [
     ("distributed",),
     ("config",),
     ("planner", "terminal"),
-    ("lab", "data_parallel", "pipeline"),
+    ("lab", "data_parallel", "pipeline", "elastic"),
     ("local_steps",),
     ("train", "theory", "parallel"),
     ("thinwire",),  # the public names

@@ -27,6 +27,7 @@ _MODULES = {
     "codecs": "thinwire.codecs",
     "collectives": "thinwire.collectives",
     "convex": "thinwire.theory",
+    "elastic": "thinwire.elastic",
     "kernels": "thinwire.kernels",
     "lab": "thinwire.lab",
     "memory": "thinwire.memory",

@@ -2,6 +2,7 @@
 
 from thinwire import codecs as codecs
 from thinwire import collectives as collectives
+from thinwire import elastic as elastic
 from thinwire import kernels as kernels
 from thinwire import lab as lab
 from thinwire import memory as memory

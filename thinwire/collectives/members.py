@@ -105,7 +105,7 @@ class DirectMembers(Members):
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         options = dist.AllreduceOptions()
-        options.reduceOp = op
+        options.reduceOp = dist.ReduceOp(op)
         self.process_group().allreduce([x], options).wait()
 
     def broadcast(self, x: Tensor, source: int) -> None:

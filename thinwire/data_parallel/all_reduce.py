@@ -10,12 +10,14 @@ from torch import Tensor
 
 from thinwire.codecs.base import describe_nonfinite, is_finite
 from thinwire.collectives import Dense
-from thinwire.collectives.groups import Group, members, world
+from thinwire.collectives.groups import Group, elastic, members, world
+from thinwire.collectives.members import Elastic
+from thinwire.collectives.messages import maximum
 from thinwire.config.wire import Reduction, Wire, WireLike, warmup_steps
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.parameters import describe_parameters
 from thinwire.distributed.config_check import check_agreement, describe
-from thinwire.errors import UsageError
+from thinwire.errors import InvalidExchange, UsageError
 from thinwire.kernels.random import derive
 from thinwire.memory import Plain
 
@@ -32,7 +34,8 @@ def all_reduce(
     named_tensors: name → tensor; names, shapes and types are the same on all ranks.
     wire: a tw.Wire (its gradient section is used), a preset's name, a collective, or a table as TOML gives it. It must
     be given: what may be lost is the caller's to say.
-    group: the process group that is averaged over; None is torch's default one.
+    group: the process group that is averaged over; None is torch's default one. On a quorum (tw.elastic.Quorum) the
+    state is replaced when the step's vote says that it counts, and where the exchange fails the vote will be no.
     state: a dict of tensors, empty at first, whose contents this call replaces: residuals by name and the collective's
     own. Pass it again for the same tensors; save it with the rest of a checkpoint (it is this rank's). Without it what
     a lossy collective leaves out is lost.
@@ -49,13 +52,32 @@ def all_reduce(
             "Wire, or a preset's name (off is exact)"
         )
     reduction = Wire.of(wire).gradient or Reduction(Dense())
+    quorum = elastic(group)
+    if quorum is not None:
+        return _in_quorum(quorum, named_tensors, reduction, state, seed)
+    means, left = _reduce(named_tensors, reduction, group, state, seed)
+    if state is not None and left is not None:
+        state.clear()
+        state.update(left)
+    return means
+
+
+def _reduce(
+    named_tensors: Mapping[str, Tensor], reduction: Reduction, group: Group, state: dict[str, Tensor] | None, seed: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+    """(the means, the new state; None: it stays)."""
     exchange = Exchange({name: tuple(t.shape) for name, t in named_tensors.items()}, reduction, group, seed)
     if state:
         exchange.load_state_dict(state)
     how = describe(replace(reduction, memory=Plain()), "gradient")  # a memory's own shift may be each rank's own
     _check_together(named_tensors, how | {"seed": repr(seed)}, group)
     if world(group)[0] == 1:
-        return {name: t.clone() for name, t in named_tensors.items()}
+        return {name: t.clone() for name, t in named_tensors.items()}, None
+    quorum = elastic(group)
+    if quorum is not None and int((state or {}).get("quorum", -1)) != quorum.number:
+        mine = torch.tensor([exchange.steps, exchange.has_shifts])
+        steps, shifted = maximum(mine, quorum).tolist()
+        exchange.rejoin(quorum, steps, bool(shifted), next(iter(named_tensors.values())).device)
     exact = exchange.steps < warmup_steps("gradient", reduction)
     means = exchange.reduce_all(lambda unit: torch.cat([_working(named_tensors[n]) for n in unit.parameters]), exact)
     if means is None:
@@ -65,10 +87,30 @@ def all_reduce(
         out |= {name: mean[span].view(shape).to(named_tensors[name].dtype) for name, span, shape in unit.spans()}
     exchange.finish_step()
     exchange.commit()
-    if state is not None:
-        state.clear()
-        state.update(exchange.state_dict())
-    return {name: out[name] for name in named_tensors}
+    return {name: out[name] for name in named_tensors}, exchange.state_dict()
+
+
+def _in_quorum(
+    quorum: Elastic, named_tensors: Mapping[str, Tensor], reduction: Reduction, state: dict[str, Tensor] | None,
+    seed: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The means; what went wrong is reported to the quorum, whose vote will be no, and the tensors come back as they
+    are."""
+    try:
+        means, left = _reduce(named_tensors, reduction, quorum, state, seed)
+    except UsageError:
+        raise
+    except (RuntimeError, ValueError) as error:  # a member was lost, or values are not finite
+        quorum.report(InvalidExchange(str(error)) if isinstance(error, ValueError) else error)
+        return {name: t.clone() for name, t in named_tensors.items()}
+
+    def settle(counts: bool) -> None:
+        if counts and state is not None and left is not None:
+            state.clear()
+            state.update(left | {"quorum": torch.tensor(quorum.number)})
+
+    quorum.stage(settle)
+    return means
 
 
 def _working(x: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 from thinwire.codecs.base import is_finite
 from thinwire.collectives.early import Early
 from thinwire.collectives.flows import Flows
-from thinwire.collectives.groups import ALONE, Group, Metered, unmetered, world
+from thinwire.collectives.groups import ALONE, Group, Metered, elastic, without_meter, world
 from thinwire.collectives.messages import maximum
-from thinwire.collectives.sums import exact_mean_steps
+from thinwire.collectives.sums import exact_mean, exact_mean_steps
 from thinwire.collectives.transit import Transit
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Shape, Unit, make_units
@@ -42,9 +42,6 @@ class Exchange:
         own_group: bool = False, streams: int = 1, units: list[Unit] | None = None,
     ) -> None:  # fmt: skip
         self.reduction = reduction
-        self.size, rank = world(group)  # known also after the group is destroyed
-        self.transit = Transit(self.size, rank)
-        self.group = Metered(ALONE if self.size == 1 else unmetered(group), transit=self.transit)
         self.units = make_units(shapes, reduction) if units is None else units
         self.channels = {
             unit: Channel(
@@ -53,22 +50,50 @@ class Exchange:
             )
             for unit in self.units
         }  # fmt: skip
+        self.group = Metered(ALONE)
+        self.unit_groups: dict[tuple[Unit, bool], Metered] = {}  # by unit, and whether it is sent exactly
+        self._join(group, own_group, streams)
+        self.steps = 0  # ended, also those rolled back, and those of a loaded state
+        self.resumed = 0  # of them, those of the loaded state
+        self.averaged = 0  # values, in this exchange's own steps since its group last changed
+        self.ring_bytes_before = 0  # of earlier groups
+        self.is_open = False  # a step, between its first reduction and commit or rollback
+        self.residuals_before: dict[Unit, Tensor | None] = {}  # of the open step, before the unit's last reduction
+
+    def _join(self, group: Group, own_group: bool, streams: int) -> None:
+        self.size, rank = world(group)  # known also after the group is destroyed
+        self.transit = Transit(self.size, rank)
+        self.group = Metered(ALONE if self.size == 1 else without_meter(group), self.sent, self.transit)
         own_group = own_group and self.size > 1
-        self.flows = Flows(self.group, streams)
+        comes_and_goes = elastic(group) is not None  # its receives are not posted early
+        self.flows = Flows(ALONE if comes_and_goes and streams == 1 else self.group, streams)
         self.group.flows = self.flows if streams > 1 else None
         self.flag_group = Metered(self.group.group)  # what is agreed on is no payload: counted apart, not checked
         if own_group:
             self.flag_group.early = self._early(2 * len(self.units))
-        self.unit_groups: dict[tuple[Unit, bool], Metered] = {}  # by unit, and whether it is sent exactly
+        self.unit_groups.clear()
         for i, unit in enumerate(self.units) if own_group else ():
-            for exact in (True, False) if reduction.collective.fixed_sizes else (True,):
+            for exact in (True, False) if self.reduction.collective.fixed_sizes else (True,):
                 early = self._early(2 * i + exact)
                 self.unit_groups[unit, exact] = replace(self.group, early=early)
-        self.steps = 0  # ended, also those rolled back, and those of a loaded state
-        self.resumed = 0  # of them, those of the loaded state
-        self.averaged = 0  # values, in all of this exchange's own steps
-        self.is_open = False  # a step, between its first reduction and commit or rollback
-        self.residuals_before: dict[Unit, Tensor | None] = {}  # of the open step, before the unit's last reduction
+
+    def rejoin(self, group: Group, steps: int, shifted: bool, device: torch.device) -> None:
+        """Members have come or gone: on all of them, before their next step, whose number is `steps` for all.
+
+        Residuals and shifts stay. What collectives keep of their own, thresholds and regions and bases, starts anew.
+        Mean shifts are the mean of the shifts of those that are there now. shifted: some of them have any. device:
+        where gradients are.
+        """
+        self.ring_bytes_before = self.ring_bytes
+        self.averaged = 0
+        self._join(group, False, 1)
+        self.steps = steps
+        for unit, channel in self.channels.items():
+            channel.collective_state.clear()
+            if channel.memory.mirrored and shifted and self.size > 1:
+                shift = channel.state.read("h", unit.name)
+                shift = torch.zeros(unit.numel, device=device) if shift is None else shift
+                channel.state.write("m", unit.name, exact_mean(shift, self.group))
 
     @property
     def sent(self) -> int:
@@ -82,12 +107,17 @@ class Exchange:
     @property
     def ring_bytes(self) -> int:
         """What a ring in float32 would have sent."""
-        return 2 * 4 * self.averaged * (self.size - 1) // self.size
+        return self.ring_bytes_before + 2 * 4 * self.averaged * (self.size - 1) // self.size
 
     @property
     def compressed(self) -> list[Unit]:
         """The units that are not exact."""
         return [unit for unit in self.units if not unit.exact]
+
+    @property
+    def has_shifts(self) -> bool:
+        """Does this rank remember a shift of any unit?"""
+        return any(channel.state.read("h", unit.name) is not None for unit, channel in self.channels.items())
 
     def commit(self) -> None:
         """End the step and keep what it wrote."""

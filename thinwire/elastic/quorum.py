@@ -1,0 +1,130 @@
+"""A torchft quorum as a group: members meet before every step, and vote at its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from thinwire.collectives.members import DirectMembers, Elastic, Saved
+from thinwire.errors import InvalidExchange, RunFailed, UsageError
+from thinwire.installed import check_installed
+
+log = logging.getLogger("thinwire")
+
+
+class Stateful(Protocol):
+    """A model, an optimiser, a schedule: what a newcomer takes from a member."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class Quorum(DirectMembers, Elastic):
+    """The members that train now. Taken wherever a process group is by `Reducer`, `LocalSteps` and `tw.all_reduce`.
+
+        quorum = tw.elastic.Quorum({"model": model, "optimizer": optimizer}, lighthouse.address)
+
+    state: what a newcomer takes from a member, by name: weights, moments, schedules. What thinwire itself keeps takes
+    care of itself. lighthouse: its address. host: this member's address, by which the others reach it. min_members:
+    with fewer a step does not count. timeout: seconds that a message may take; a member that lets others wait longer
+    is left out. patience: seconds to wait for the others at the beginning of a step: more than a step takes, with local
+    steps more than a round. name: shown in logs.
+
+    UsageError where torchft is not installed, or an argument is not allowed.
+    """
+
+    backends = "gloo"
+
+    def __init__(
+        self, state: Mapping[str, Stateful], lighthouse: str, *, host: str = "127.0.0.1", min_members: int = 1,
+        timeout: float = 5.0, patience: float = 60.0, name: str = "",
+    ) -> None:  # fmt: skip
+        check_installed("elastic training", ("torchft",), "elastic")
+        from torchft import Manager, ProcessGroupGloo
+
+        if min_members < 1 or timeout <= 0 or patience <= 0:
+            raise UsageError(
+                f"min_members {min_members}, timeout {timeout}, patience {patience}: all must be above 0"
+            )
+        seconds, waits = timedelta(seconds=timeout), timedelta(seconds=patience)
+        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.connections = ProcessGroupGloo(timeout=seconds)
+        self.manager = Manager(
+            pg=self.connections, load_state_dict=None, state_dict=None, min_replica_size=min_members,
+            use_async_quorum=False, timeout=seconds, quorum_timeout=waits, connect_timeout=seconds, rank=0,
+            world_size=1, store_addr=host, store_port=self.store.port, lighthouse_addr=lighthouse, hostname=host,
+            replica_id=name,
+        )  # fmt: skip
+        self.staged: list[Callable[[bool], None]] = []
+        for key, part in state.items():
+            self.register(key, part.load_state_dict, part.state_dict)
+
+    @property
+    def steps(self) -> int:
+        """That counted, since the run began."""
+        return int(self.manager.current_step())
+
+    @property
+    def size(self) -> int:
+        """How many members there are in this step."""
+        return self.world()[0]
+
+    @property
+    def number(self) -> int:
+        return int(self.manager._quorum_id)
+
+    def process_group(self) -> dist.ProcessGroup:
+        if self.number < 0:
+            raise UsageError("quorum.begin() comes before the first exchange of a step")
+        if self.connections._pg is None:
+            raise RuntimeError("the connections to the other members were closed in this step")
+        return self.connections.parent
+
+    # --- a step
+
+    def begin(self) -> None:
+        """Meet the others: who is there. A newcomer, and a member that fell behind, takes the state of another.
+
+        RunFailed where there are not enough within `patience`, or the lighthouse cannot be reached.
+        """
+        self.staged = []
+        try:
+            self.manager.start_quorum()
+        except (RuntimeError, TimeoutError) as error:
+            raise RunFailed(f"no quorum: {error}") from error
+
+    def stage(self, settle: Callable[[bool], None]) -> None:
+        self.staged.append(settle)
+
+    def report(self, error: Exception) -> None:
+        """As Elastic says. Where a member was lost the connections are closed, so that nobody waits for this one."""
+        log.warning("thinwire: a step does not count: %s", error)
+        self.manager.report_error(RuntimeError(str(error)))  # without its frames, which hold messages
+        if not isinstance(error, InvalidExchange):
+            self.connections.shutdown()
+
+    def fall_behind(self) -> None:
+        self.manager.load_state_dict({"step": 0, "batches_committed": 0})
+
+    def commit(self) -> bool:
+        """The vote that ends the step. True: apply it. False: it does not count; what it wrote has been dropped."""
+        counts = bool(self.manager.should_commit())
+        staged, self.staged = self.staged, []
+        for settle in staged:
+            settle(counts)
+        return counts
+
+    def register(self, name: str, load: Callable[[Saved], None], save: Callable[[], Saved]) -> None:
+        if name in self.manager._user_state_dicts:
+            raise UsageError(f"Quorum: {name!r} is registered already: one adapter of a kind per quorum")
+        self.manager.register_state_dict_fn(name, load, save)
+
+    def close(self) -> None:
+        """Leave; the others go on."""
+        self.connections.shutdown()
+        self.manager.shutdown(wait=False)

@@ -156,7 +156,8 @@ def subgroup(members: Sequence[int], group: dist.ProcessGroup, options: object =
     return new_group([ranks[m] for m in members], group, options)
 
 
-def destroy(group: dist.ProcessGroup) -> None:
-    """Free the threads and connections of a group, unless torch.distributed has been left already."""
-    if dist.is_initialized() and is_known(group):
+def destroy(group: dist.ProcessGroup | Members) -> None:
+    """Free the threads and connections of a group, unless torch.distributed has been left already. One that is not
+    torch's is its maker's to close."""
+    if not isinstance(group, Members) and dist.is_initialized() and is_known(group):
         dist.destroy_process_group(group)

@@ -55,7 +55,11 @@ class Members(ABC):
 
 class Elastic(Members):
     """A group whose members come and go. They meet before every step, and every step ends with a vote: what it wrote
-    is kept where the vote is yes, and dropped elsewhere."""
+    is kept where the vote is yes, and dropped elsewhere.
+
+    Members vote each for themselves. So a step may count for one and not for another, to whom somebody sent no more
+    before he died. When they meet again the other takes the first one's state, and learns that the step counted: what
+    it sent in that step was applied, so its residual is the one after the step."""
 
     @property
     @abstractmethod
@@ -63,9 +67,19 @@ class Elastic(Members):
         """Of the present quorum, equal on its members. A later quorum has a higher one. It is another one after every
         change of members, and after a step that did not count."""
 
+    @property
+    @abstractmethod
+    def committed(self) -> int:
+        """The quorum in which the last step that counted was made; −1 before the first."""
+
+    @property
+    @abstractmethod
+    def counted(self) -> bool:
+        """Did the last step count, as far as this member knows?"""
+
     @abstractmethod
     def stage(self, settle: Callable[[bool], None]) -> None:
-        """At the vote call `settle`, with its outcome."""
+        """Call `settle` with whether the step counts: at the vote where it does, else when members have met again."""
 
     @abstractmethod
     def report(self, error: Exception) -> None:

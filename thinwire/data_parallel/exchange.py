@@ -52,6 +52,7 @@ class Exchange:
         }  # fmt: skip
         self.group = Metered(ALONE)
         self.unit_groups: dict[tuple[Unit, bool], Metered] = {}  # by unit, and whether it is sent exactly
+        self.streams = streams
         self._join(group, own_group, streams)
         self.steps = 0  # ended, also those rolled back, and those of a loaded state
         self.resumed = 0  # of them, those of the loaded state
@@ -86,14 +87,19 @@ class Exchange:
         """
         self.ring_bytes_before = self.ring_bytes
         self.averaged = 0
-        self._join(group, False, 1)
-        self.steps = steps
+        self._join(group, False, self.streams)
+        self.go_on_from(steps)
         for unit, channel in self.channels.items():
             channel.collective_state.clear()
             if channel.memory.mirrored and shifted and self.size > 1:
                 shift = channel.state.read("h", unit.name)
                 shift = torch.zeros(unit.numel, device=device) if shift is None else shift
                 channel.state.write("m", unit.name, exact_mean(shift, self.group))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(members, this member's rank)."""
+        return self.size, self.transit.rank
 
     @property
     def sent(self) -> int:
@@ -126,6 +132,12 @@ class Exchange:
     def rollback(self) -> None:
         """End the step and drop what it wrote. Its number stays used."""
         self._end_step(Channel.rollback)
+
+    def go_on_from(self, steps: int) -> None:
+        """So many steps have been made, here and by those whose state this one takes."""
+        made = self.steps - self.resumed
+        self.steps = steps
+        self.resumed = steps - made
 
     def count_step(self) -> None:
         """A step was made without this exchange."""
@@ -261,9 +273,7 @@ class Exchange:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Parameters that the state does not know start without memory, thresholds of units that changed anew."""
-        made = self.steps - self.resumed
-        self.steps = int(state["step"])
-        self.resumed = self.steps - made
+        self.go_on_from(int(state["step"]))
         for unit, channel in self.channels.items():
             channel.forget(unit.name)
             for slot in SLOTS:

@@ -40,8 +40,7 @@ class PassSetup:
     """What all passes of one reducer share.
 
     parameters: by name. places: name → its unit, its span in the flat unit, its shape. dtype: of the buffers.
-    step: that passes belong to. ranks: members of the group that is averaged over. nonfinite: what means become in a
-    step that is rolled back, "nan" or "zero".
+    step: that passes belong to. nonfinite: what means become in a step that is rolled back, "nan" or "zero".
     """
 
     parameters: dict[str, nn.Parameter]
@@ -50,8 +49,12 @@ class PassSetup:
     exchange: Exchange
     thread: CommunicationThread
     step: StepState
-    ranks: int
     nonfinite: str
+
+    @property
+    def ranks(self) -> int:
+        """Members of the group that is averaged over."""
+        return self.exchange.size
 
     @property
     def fill_of_skipped(self) -> float:
@@ -146,11 +149,12 @@ class Pass:
             x = x.div_(self.scale)
         self.unit_means[unit] = x
         if self.setup.ranks > 1:
-            steps = self.setup.exchange.reduce_steps(unit, x, self.exact)
-            if not self._proceed(unit, steps):
-                self.in_flight.append((unit, steps))
-            while len(self.in_flight) > (MOST_IN_FLIGHT if x.device.type == "cpu" else 0):
-                self._land()
+            with self.setup.step.losses():
+                steps = self.setup.exchange.reduce_steps(unit, x, self.exact)
+                if not self._proceed(unit, steps):
+                    self.in_flight.append((unit, steps))
+                while len(self.in_flight) > (MOST_IN_FLIGHT if x.device.type == "cpu" else 0):
+                    self._land()
 
     def _proceed(self, unit: Unit, steps: Steps[Tensor]) -> bool:
         """Run a unit's exchange until it has to wait for other ranks; is it at its end?"""
@@ -178,8 +182,10 @@ class Pass:
         return bool(mean.abs().max() <= limit)
 
     def _conclude(self) -> None:
-        while self.in_flight:
-            self._land()
+        with self.setup.step.losses():
+            while self.in_flight and not self.setup.step.dropped:
+                self._land()
+        self.in_flight.clear()
         if self.agrees:
             self.settle(*self._agree())
 
@@ -197,12 +203,13 @@ class Pass:
         """(was a gradient NaN or Inf on any rank, parameters that no rank used): the same on all ranks. Where they have
         dropped the step already: parameters that this rank did not use."""
         names = list(self.setup.parameters)
-        if self.setup.step.dropped:
-            return True, set(names) - self.used
         flags = torch.tensor([not self.finite, *(name in self.used for name in names)], dtype=torch.uint8)
         device = next(iter(self.unit_means.values())).device
-        skipped, *used = self.setup.step.agree(flags.to(device)).tolist()
-        return bool(skipped), {name for name, flag in zip(names, used) if not flag}
+        if not self.setup.step.dropped:
+            with self.setup.step.losses():
+                skipped, *used = self.setup.step.agree(flags.to(device)).tolist()
+                return bool(skipped), {name for name, flag in zip(names, used) if not flag}
+        return True, set(names) - self.used
 
     def _mean(self, name: str, skipped: bool, unused: bool) -> Tensor | None:
         unit, span, shape = self.setup.places[name]

@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
-from thinwire.codecs.base import is_finite
 from thinwire.collectives import Dense
-from thinwire.collectives.groups import ALONE, Group, destroy, twin, world
+from thinwire.collectives.groups import ALONE, Group, destroy, elastic, twin, world
 from thinwire.config.wire import Reduction, Wire, WireLike, warmup_steps
 from thinwire.data_parallel.checkpoint import RankState
 from thinwire.data_parallel.exchange import Exchange
@@ -31,11 +29,13 @@ from thinwire.data_parallel.gradient_pass import Deliver, Failed, Means, Pass, P
 from thinwire.data_parallel.gradient_units import Unit
 from thinwire.data_parallel.parameters import (
     buffer_dtype,
+    check_frozen,
     describe_parameters,
     store_gradient,
     trainable_parameters,
 )
 from thinwire.data_parallel.precompile import precompile_averaging
+from thinwire.data_parallel.quorum import Following
 from thinwire.data_parallel.step_state import StepState
 from thinwire.distributed.config_check import check_agreement, describe
 from thinwire.distributed.streams import settled_streams
@@ -55,7 +55,8 @@ class Reducer:
 
     named_parameters: pairs such as model.named_parameters() gives; those that require no gradient are left out.
     wire: a tw.Wire, a preset's name, a collective, or a table as TOML gives it; its gradient section is used.
-    group: the process group that is averaged over; None is torch's default. seed: of stochastic and random choices.
+    group: the process group that is averaged over; None is torch's default. A quorum (tw.elastic.Quorum) is taken too;
+    its vote then decides whether a pass counts. seed: of stochastic and random choices.
     nonfinite: what gradients are after a step that was rolled back: "nan", as plain DDP would leave them, or "zero".
     scale: gives the loss scale of a pass (a GradScaler's get_scale), so that residuals are kept in the gradient's unit.
     shard_group: ranks that reduce other parts of the same parameters in the same passes, as the shards of a model do;
@@ -79,30 +80,34 @@ class Reducer:
         config = describe(self.reduction, "gradient") | {
             "auto": repr(wire.auto), "streams": repr(wire.streams), "seed": repr(seed), "nonfinite": repr(nonfinite),
             "scaler": "none" if scale is None else "one", "shards": repr(world(shard_group)[0] if shard_group else 1),
-        }  # fmt: skip
-        check_agreement("thinwire", config | describe_parameters(self.parameters), group)
+        } | describe_parameters(self.parameters)  # fmt: skip
+        quorum = elastic(group)
+        if quorum is None:  # a member of a quorum is asked when it comes
+            check_agreement("thinwire", config, group)
         if nonfinite not in NONFINITE:  # asked after they agreed: a rank that leaves earlier lets the others wait
             raise UsageError(f"nonfinite = {nonfinite!r}: allowed are {', '.join(NONFINITE)}")
         self.warmup = warmup_steps("gradient", self.reduction)
         if not self.parameters:
             raise UsageError("no parameter requires a gradient: there is nothing to reduce")
-        self.size, self.rank = world(group)
+        self.size, self.rank = world(group) if quorum is None else (1, 0)
         own = twin(group) if self.size > 1 else None
         shards = twin(shard_group) if shard_group is not None and world(shard_group)[0] > 1 else None
         self.is_first = self.rank == 0 and (shards is None or world(shards)[1] == 0)  # of all ranks that agree
-        precompile_averaging("gradients", self.reduction, self.parameters, self.size)
+        precompile_averaging("gradients", self.reduction, self.parameters, self.size if quorum is None else 2)
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         streams = settled_streams(wire.streams, own or ALONE)
         self.exchange = Exchange(shapes, self.reduction, own or ALONE, seed, own_group=True, streams=streams)
         self.thread = CommunicationThread("thinwire gradients")
         self.checkpoint = RankState(self.exchange, self.rank, self.size)
-        agreeing = tuple(g for g in (own, shards) if g is not None)
-        self.step_state = StepState(self.exchange, agreeing, next(iter(self.parameters.values())).device)
+        agreeing = tuple(g for g in (own or quorum, shards) if g is not None)
+        device = next(iter(self.parameters.values())).device
+        following = None if quorum is None else Following(quorum, self.exchange, "thinwire gradients", config, device)
+        self.step_state = StepState(self.exchange, agreeing, device, following)
         self.setup = PassSetup(
             parameters=self.parameters,
             places={name: (unit, span, shape) for unit in self.units for name, span, shape in unit.spans()},
             dtype=buffer_dtype(self.parameters.values()),
-            exchange=self.exchange, thread=self.thread, step=self.step_state, ranks=self.size, nonfinite=nonfinite,
+            exchange=self.exchange, thread=self.thread, step=self.step_state, nonfinite=nonfinite,
         )  # fmt: skip
         self.current_pass: Pass | None = None
         self.closed = False
@@ -156,6 +161,7 @@ class Reducer:
         """
         if self.current_pass is None:
             self.check_usable()
+            self._follow()
             scale = float(self.loss_scale())
             self.current_pass = Pass(self.setup, scale, self._exact_pass(), deliver, failed, self.agrees)
         for name, gradient in gradients.items():
@@ -167,12 +173,14 @@ class Reducer:
         """UsageError where it was closed, or a parameter trains that did not when it was made: nobody averages it."""
         if self.closed:
             raise UsageError("thinwire was closed here: its gradients are averaged by nobody; attach it again")
-        for name, p in self.frozen.items():
-            if p.requires_grad:
-                raise UsageError(
-                    f"{name} trains now and did not when thinwire was attached, so nobody averages it: wrap and attach "
-                    "again after thawing (load_state_dict carries residuals over)"
-                )
+        check_frozen(self.frozen)
+
+    def _follow(self) -> None:
+        """In a quorum: its members of now."""
+        if self.step_state.quorum is not None:
+            self.thread.submit(self.step_state.follow)
+            self.thread.wait()
+            self.size, self.rank = self.checkpoint.size, self.checkpoint.rank = self.exchange.place
 
     def ready(self, unit: Unit) -> None:
         """The unit's .grad are complete: exchange it while others are still computed."""
@@ -267,16 +275,8 @@ class Reducer:
             log.warning("thinwire: the other ranks could not be told that this step is dropped here: %s", error)
 
     def end_plain_step(self, means: Sequence[Tensor]) -> None:
-        """A step went another way, through the backend's all-reduce. Where its means are not finite it is skipped.
-
-        means: all of them, with the same bits on all ranks, so that all find the same. They are overwritten where the
-        step is skipped. On a card nothing is waited for: `skipped` reads the flag when it is asked.
-        """
-        finite = torch.stack([is_finite(mean) for mean in means]).all()
-        if finite.is_cuda or not bool(finite):
-            for mean in means:
-                mean.masked_fill_(~finite, self.setup.fill_of_skipped)
-        self.step_state.end_plain_pass(finite)
+        """A step went another way, through the backend's all-reduce; `means`: all of it (StepState.end_plain_pass)."""
+        self.step_state.end_plain_pass(means, self.setup.fill_of_skipped)
 
     def maximum(self, values: Tensor) -> Tensor:
         """Entry by entry over all ranks on which a step counts or does not."""

@@ -7,15 +7,19 @@ raised on this rank. As soon as one gives up, all drop the step, and nothing mor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.codecs.base import is_finite
+from thinwire.collectives.members import Members
 from thinwire.collectives.messages import maximum
 from thinwire.data_parallel.exchange import Exchange
+from thinwire.data_parallel.quorum import Following
+from thinwire.errors import InvalidExchange
 
 MOST_UNREAD = 64  # flags of plain passes that may wait to be read
 BEGINS, ENDS, GIVES_UP = (1, 0, 0), (0, 1, 0), (0, 0, 1)  # a pass begins, the step ends, this rank gives the step up
@@ -25,11 +29,15 @@ class StepState:
     """Where the step stands: its state is committed or rolled back after one pass, or after a bracket of several.
 
     exchange: whose state it is. agreeing: the process groups over which a step counts or does not. device: where flags
-    are sent from.
+    are sent from. quorum: that the exchange follows, whose vote decides; None: the group's members stay.
     """
 
-    def __init__(self, exchange: Exchange, agreeing: tuple[dist.ProcessGroup, ...], device: torch.device) -> None:
+    def __init__(
+        self, exchange: Exchange, agreeing: tuple[dist.ProcessGroup | Members, ...], device: torch.device,
+        quorum: Following | None = None,
+    ) -> None:  # fmt: skip
         self.exchange = exchange
+        self.quorum = quorum
         self.agreeing = agreeing
         self.device = device
         self.opened = False  # a pass has begun since the last commit or rollback
@@ -44,7 +52,7 @@ class StepState:
     def skipped(self) -> bool:
         """Was the last step rolled back, or will this one be?"""
         self._read_flags()
-        return self._skipped
+        return self._skipped or (self.quorum is not None and not self.quorum.group.counted)
 
     @property
     def skips(self) -> int:
@@ -79,20 +87,60 @@ class StepState:
         if not self.bracketed:
             self.close()
 
-    def end_plain_pass(self, finite: Tensor) -> None:
-        """A pass went past the exchange and is a step of its own; finite: 0-d, the same on all ranks."""
+    def end_plain_pass(self, means: Sequence[Tensor], fill: float) -> None:
+        """A pass went past the exchange, through the backend's all-reduce, and is a step of its own. Where its means
+        are not finite it is skipped.
+
+        means: all of them, with the same bits on all ranks, so that all find the same. They become `fill` where the
+        step is skipped. On a card nothing is waited for: `skipped` reads the flag when it is asked.
+        """
+        finite = torch.stack([is_finite(mean) for mean in means]).all()
+        if finite.is_cuda or not bool(finite):
+            for mean in means:
+                mean.masked_fill_(~finite, fill)
         if len(self._unread) == MOST_UNREAD:
             self._read_flags()
         self._unread.append(finite)
         self.exchange.count_step()
 
     def close(self) -> None:
-        """Commit or roll back what the passes wrote, if there was any."""
+        """Commit or roll back what the passes wrote, if there was any; in a quorum its vote does."""
+        if self.opened and self.quorum is not None:
+            if self.failed:
+                self.quorum.group.report(InvalidExchange("values were not finite, or the step was given up"))
+            self.quorum.group.stage(self._settle)
+            return
         if self.opened and self.failed:
             self.exchange.rollback()
         elif self.opened:
             self.exchange.commit()
         self.opened = False
+
+    def _settle(self, counts: bool) -> None:
+        """The quorum has voted."""
+        assert self.quorum is not None
+        self._skip(not counts)
+        self.quorum.settle(counts)
+        self.opened = False
+
+    @contextmanager
+    def losses(self) -> Iterator[None]:
+        """Inside other ranks are waited for. In a quorum a lost one is reported, and nothing more of the step is
+        exchanged; else it is an error."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.quorum is None:
+                raise
+            self.quorum.group.report(error)
+            self.dropped = True
+
+    def follow(self) -> None:
+        """Before a pass: the members of now. On the communication thread."""
+        if self.quorum is not None and not self.opened:
+            self.dropped = False
+            with self.losses():
+                self.quorum.follow()
 
     # --- brackets
 
@@ -129,8 +177,10 @@ class StepState:
         if self.dropped or not self.agreeing:
             return
         flags = torch.tensor(mine, dtype=torch.uint8).to(self.device)
-        begins, ends, gives_up = self.maximum(flags).tolist()
-        if gives_up:
+        begins = ends = gives_up = 0
+        with self.losses():
+            begins, ends, gives_up = self.maximum(flags).tolist()
+        if gives_up or self.dropped:
             self.dropped = True
             self._skip(True)
         elif begins and ends:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from thinwire.installed import check_installed
+from thinwire.elastic.require import require_torchft
 
 
 class Lighthouse:
@@ -24,7 +24,7 @@ class Lighthouse:
         self, host: str = "127.0.0.1", port: int = 0, *, min_members: int = 1, join_seconds: float = 10.0,
         lost_seconds: float = 2.0,
     ) -> None:  # fmt: skip
-        check_installed("elastic training", ("torchft",), "elastic")
+        require_torchft()
         from torchft.coordination import LighthouseServer
 
         self.server = LighthouseServer(

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
 from thinwire.collectives.members import DirectMembers, Elastic, Saved
+from thinwire.elastic.require import require_torchft
 from thinwire.errors import InvalidExchange, RunFailed, UsageError
-from thinwire.installed import check_installed
+
+if TYPE_CHECKING:
+    from torchft import Manager
 
 log = logging.getLogger("thinwire")
 
@@ -44,30 +48,33 @@ class Quorum(DirectMembers, Elastic):
         self, state: Mapping[str, Stateful], lighthouse: str, *, host: str = "127.0.0.1", min_members: int = 1,
         timeout: float = 5.0, patience: float = 60.0, name: str = "",
     ) -> None:  # fmt: skip
-        check_installed("elastic training", ("torchft",), "elastic")
+        require_torchft()
         from torchft import Manager, ProcessGroupGloo
 
         if min_members < 1 or timeout <= 0 or patience <= 0:
-            raise UsageError(
-                f"min_members {min_members}, timeout {timeout}, patience {patience}: all must be above 0"
-            )
-        seconds, waits = timedelta(seconds=timeout), timedelta(seconds=patience)
+            raise UsageError(f"min_members {min_members}, timeout {timeout}, patience {patience}: all must be above 0")
+        self.timeout = timedelta(seconds=timeout)
+        self.connections = ProcessGroupGloo(timeout=self.timeout)
         self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self.connections = ProcessGroupGloo(timeout=seconds)
-        self.manager = Manager(
-            pg=self.connections, load_state_dict=None, state_dict=None, min_replica_size=min_members,
-            use_async_quorum=False, timeout=seconds, quorum_timeout=waits, connect_timeout=seconds, rank=0,
-            world_size=1, store_addr=host, store_port=self.store.port, lighthouse_addr=lighthouse, hostname=host,
-            replica_id=name,
+        self._join = partial(
+            Manager, pg=self.connections, load_state_dict=None, state_dict=None, min_replica_size=min_members,
+            use_async_quorum=False, timeout=self.timeout, quorum_timeout=timedelta(seconds=patience),
+            connect_timeout=self.timeout, rank=0, world_size=1, store_addr=host, store_port=self.store.port,
+            lighthouse_addr=lighthouse, hostname=host, replica_id=name,
         )  # fmt: skip
+        self.manager: Manager | None = None  # from the first step on: the others wait for whoever has one
+        self.told: dict[str, tuple[Callable[[Any], Any], Callable[[], Saved]]] = {}
         self.staged: list[Callable[[bool], None]] = []
+        self.undecided: int | None = None  # the quorum of a step that did not count here, and may have for others
+        self._committed = -1
+        self.register("thinwire quorum", self._load, lambda: {"committed": self._committed})
         for key, part in state.items():
             self.register(key, part.load_state_dict, part.state_dict)
 
     @property
     def steps(self) -> int:
         """That counted, since the run began."""
-        return int(self.manager.current_step())
+        return 0 if self.manager is None else int(self.manager.current_step())
 
     @property
     def size(self) -> int:
@@ -76,11 +83,18 @@ class Quorum(DirectMembers, Elastic):
 
     @property
     def number(self) -> int:
-        return int(self.manager._quorum_id)
+        return -1 if self.manager is None else int(self.manager._quorum_id)
+
+    @property
+    def committed(self) -> int:
+        return self._committed
+
+    @property
+    def counted(self) -> bool:
+        return self.undecided is None
 
     def process_group(self) -> dist.ProcessGroup:
-        if self.number < 0:
-            raise UsageError("quorum.begin() comes before the first exchange of a step")
+        self._begun()
         if self.connections._pg is None:
             raise RuntimeError("the connections to the other members were closed in this step")
         return self.connections.parent
@@ -92,39 +106,64 @@ class Quorum(DirectMembers, Elastic):
 
         RunFailed where there are not enough within `patience`, or the lighthouse cannot be reached.
         """
-        self.staged = []
+        if self.manager is None:
+            self.manager = self._join()
+            for name, (load, save) in self.told.items():
+                self.manager.register_state_dict_fn(name, load, save)
         try:
             self.manager.start_quorum()
         except (RuntimeError, TimeoutError) as error:
             raise RunFailed(f"no quorum: {error}") from error
+        self._settle(False)  # where it counted for others, their state has come and said so
 
     def stage(self, settle: Callable[[bool], None]) -> None:
         self.staged.append(settle)
 
     def report(self, error: Exception) -> None:
         """As Elastic says. Where a member was lost the connections are closed, so that nobody waits for this one."""
-        log.warning("thinwire: a step does not count: %s", error)
-        self.manager.report_error(RuntimeError(str(error)))  # without its frames, which hold messages
+        manager = self._begun()
+        if manager.errored() is None:
+            log.warning("thinwire: a step does not count: %s", error)
+        manager.report_error(RuntimeError(str(error)))  # without its frames, which hold messages
         if not isinstance(error, InvalidExchange):
             self.connections.shutdown()
 
     def fall_behind(self) -> None:
-        self.manager.load_state_dict({"step": 0, "batches_committed": 0})
+        self._begun().load_state_dict({"step": 0, "batches_committed": 0})
 
     def commit(self) -> bool:
         """The vote that ends the step. True: apply it. False: it does not count; what it wrote has been dropped."""
-        counts = bool(self.manager.should_commit())
+        if self._begun().should_commit():
+            self._committed = self.number
+            self._settle(True)
+            return True
+        self.undecided = self.number
+        return False
+
+    def _settle(self, counts: bool) -> None:
+        self.undecided = None
         staged, self.staged = self.staged, []
         for settle in staged:
             settle(counts)
-        return counts
+
+    def _load(self, told: Saved) -> None:
+        self._committed = int(str(told["committed"]))
+        self._settle(self._committed == self.undecided)
 
     def register(self, name: str, load: Callable[[Saved], None], save: Callable[[], Saved]) -> None:
-        if name in self.manager._user_state_dicts:
-            raise UsageError(f"Quorum: {name!r} is registered already: one adapter of a kind per quorum")
-        self.manager.register_state_dict_fn(name, load, save)
+        if self.manager is not None:
+            raise UsageError(f"Quorum: {name!r} comes too late: what trains in it is made before quorum.begin()")
+        if name in self.told:
+            raise UsageError(f"Quorum: there is {name!r} already: one adapter of a kind per quorum")
+        self.told[name] = load, save
+
+    def _begun(self) -> Manager:
+        if self.manager is None:
+            raise UsageError("quorum.begin() comes before the first exchange of a step")
+        return self.manager
 
     def close(self) -> None:
         """Leave; the others go on."""
         self.connections.shutdown()
-        self.manager.shutdown(wait=False)
+        if self.manager is not None:
+            self.manager.shutdown(wait=False)

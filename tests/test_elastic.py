@@ -1,0 +1,112 @@
+"""Members that come and go, on loopback: processes that are killed, and newcomers. docs/elastic.md has the table.
+
+Every wait has a limit, and none of them is asserted on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LIMIT = 30  # seconds until a run is given up
+MEMBER = Path(__file__).parent / "elastic_member.py"
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchft") is None, reason="torchft is not installed (pip install 'thinwire[elastic]')"
+)
+
+
+def start(address: str, name: str, wire: str, steps: int, events: dict[int, str], folder: Path) -> subprocess.Popen:
+    arguments = [address, name, wire, str(steps), json.dumps(events), str(folder / name)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error", "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen(
+        [sys.executable, str(MEMBER), *arguments], env=environment, stderr=(folder / f"{name}.log").open("w")
+    )
+
+
+def notes(folder: Path, name: str) -> list[dict]:
+    path = folder / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run(folder: Path, wire: str, steps: int, events: dict[str, dict[int, str]], joins: dict[str, str]) -> dict:
+    """name → its notes. joins: a newcomer → the member after whose death it comes."""
+    for newcomer in joins:
+        (folder / f"{newcomer}.hold").touch()
+    from thinwire.elastic import Lighthouse
+
+    with Lighthouse(min_members=2, lost_seconds=1.0, join_seconds=20) as lighthouse:
+        members = {
+            name: start(lighthouse.address, name, wire, steps, happens, folder) for name, happens in events.items()
+        }
+        try:
+            deadline = time.monotonic() + LIMIT
+            while any(member.poll() is None for member in members.values()) or joins:
+                assert time.monotonic() < deadline, {n: (folder / f"{n}.log").read_text()[-300:] for n in members}
+                for newcomer, lost in list(joins.items()):
+                    if members[lost].poll() is not None:
+                        del joins[newcomer]
+                        (folder / f"{newcomer}.hold").unlink()
+                time.sleep(0.05)
+        finally:
+            for member in members.values():
+                member.kill()
+                member.wait()
+    return {name: notes(folder, name) for name in events}
+
+
+def check_survivors(found: dict, steps: int) -> None:
+    """Weights, moments and the collectives' state have the same bits on all members after every step, and every step
+    counted once."""
+    by_step: dict[int, list[dict]] = {}
+    for name, lines in found.items():
+        counted = [line for line in lines if line.get("counts")]
+        for line in counted:
+            by_step.setdefault(line["step"], []).append(line)
+        assert [line["step"] for line in counted] == sorted({line["step"] for line in counted}), name
+    assert sorted(by_step) == list(range(steps))
+    for step, lines in by_step.items():
+        for field in ("weights", "moments", "quorum", "size"):
+            assert len({line[field] for line in lines}) == 1, (step, field)
+
+
+def test_a_death_a_nan_and_a_newcomer(tmp_path):
+    """a, b and c train. c gives NaN in step 2, and is killed in step 4; d comes."""
+    events = {"a": {}, "b": {}, "c": {2: "nan", 4: "die"}, "d": {}}
+    found = run(tmp_path, "feedback", 20, events, {"d": "c"})
+    check_survivors(found, 20)
+    for name in ("a", "b"):
+        lines = found[name]
+        assert lines.pop()["done"]
+        failed = [line for line in lines if not line["counts"]]
+        assert {line["step"] for line in failed} == {2, 4}, "the step with NaN and the one of the death do not count"
+        assert lines[-1]["skips"] == 2
+        for line, following in itertools.pairwise(lines):
+            kept = line["after" if line["counts"] else "before"]["residual"]
+            assert following["before"]["residual"] == kept, "a step that does not count leaves the residual as it was"
+        assert lines[-1]["size"] == 3
+    first = found["d"][0]
+    assert first["before"]["residual"] is None and first["size"] == 3
+    donor = next(line for line in found["a"] if line["counts"] and line["step"] == first["step"] and "weights" in line)
+    assert first["quorum"] == donor["quorum"] and first["moments"] == donor["moments"]
+
+
+def test_mean_shifts_are_those_of_the_members_that_are_there(tmp_path):
+    """EF21: after the death of c and the coming of d the mean shift is the mean of the members' own."""
+    found = run(tmp_path, "ef21", 20, {"a": {}, "b": {}, "c": {4: "die sent"}, "d": {}}, {"d": "c"})
+    check_survivors(found, 20)
+    joined = found["d"][0]
+    assert joined["before"]["shift"] is None
+    lines = [next(x for x in found[n] if x.get("step") == 19 and x["counts"]) for n in "abd"]
+    shifts = [line["after"]["shift"] for line in lines]
+    mean = [sum(values) / len(values) for values in zip(*shifts)]
+    assert lines[0]["size"] == 3
+    for line in lines:
+        assert line["after"]["mean_shift"] == pytest.approx(mean, abs=1e-6)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 
 from thinwire.collectives.members import DirectMembers, Elastic, Saved
+from thinwire.elastic.healing import Healing
+from thinwire.elastic.packing import nbytes
 from thinwire.elastic.require import require_torchft
 from thinwire.errors import InvalidExchange, RunFailed, UsageError
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from torchft import Manager
 
 log = logging.getLogger("thinwire")
+LARGER = 16  # a member's state may be so many times that of a newcomer
+SLACK = 1 << 20  # bytes
 
 
 class Stateful(Protocol):
@@ -55,12 +59,13 @@ class Quorum(DirectMembers, Elastic):
             raise UsageError(f"min_members {min_members}, timeout {timeout}, patience {patience}: all must be above 0")
         self.timeout = timedelta(seconds=timeout)
         self.connections = ProcessGroupGloo(timeout=self.timeout)
+        self.healing = Healing(host, timeout, self._most_bytes)
         self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._join = partial(
             Manager, pg=self.connections, load_state_dict=None, state_dict=None, min_replica_size=min_members,
             use_async_quorum=False, timeout=self.timeout, quorum_timeout=timedelta(seconds=patience),
             connect_timeout=self.timeout, rank=0, world_size=1, store_addr=host, store_port=self.store.port,
-            lighthouse_addr=lighthouse, hostname=host, replica_id=name,
+            lighthouse_addr=lighthouse, hostname=host, replica_id=name, checkpoint_transport=self.healing,
         )  # fmt: skip
         self.manager: Manager | None = None  # from the first step on: the others wait for whoever has one
         self.told: dict[str, tuple[Callable[[Any], Any], Callable[[], Saved]]] = {}
@@ -156,6 +161,10 @@ class Quorum(DirectMembers, Elastic):
         if name in self.told:
             raise UsageError(f"Quorum: there is {name!r} already: one adapter of a kind per quorum")
         self.told[name] = load, save
+
+    def _most_bytes(self) -> int:
+        """That another member's state may have: an optimiser that has made no step yet has no moments."""
+        return SLACK + LARGER * sum(nbytes(save()) for _, save in self.told.values())
 
     def _begun(self) -> Manager:
         if self.manager is None:

@@ -1,0 +1,151 @@
+"""State between members as bytes: what is packed comes back, what is damaged or too large is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from thinwire.elastic.healing import Healing
+from thinwire.elastic.packing import DTYPES, MAGIC, nbytes, pack, unpack
+from thinwire.errors import UsageError
+
+SECOND = timedelta(seconds=1)
+
+
+def reader(data: bytes):
+    """read(buffer) from these bytes."""
+    stream = io.BytesIO(data)
+
+    def read(into: memoryview) -> None:
+        if stream.readinto(into) != into.nbytes:
+            raise ConnectionError("at its end")
+
+    return read
+
+
+def joined(state: object) -> bytes:
+    return b"".join(pack(state))
+
+
+def equal(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return a == b and type(a) is type(b)
+
+
+tensors = st.builds(
+    lambda dtype, shape: torch.ones(shape, dtype=dtype),
+    st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 4), max_size=3),
+)  # fmt: skip
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+trees = st.recursive(
+    plain | tensors,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(trees)
+def test_a_state_comes_back_as_it_was(state):
+    assert equal(unpack(reader(joined(state)), nbytes(state)), state)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.binary(max_size=80), st.integers(0, 200), st.integers(1, 255))
+def test_damaged_bytes_are_refused_and_run_nothing(garbage, place, change):
+    state = {"x": torch.arange(20.0), "y": [1, "two"]}
+    for data in (garbage, MAGIC + garbage):
+        with pytest.raises((ValueError, ConnectionError)):
+            unpack(reader(data), 1 << 20)
+    damaged = bytearray(joined(state))
+    damaged[-1 - place % 80] ^= change  # in the tensor
+    with pytest.raises(ValueError, match="damaged"):
+        unpack(reader(bytes(damaged)), 1 << 20)
+
+
+def test_more_than_is_expected_is_refused_before_it_is_allocated():
+    header = json.dumps({"tree": {"tensor": 0}, "tensors": [["float32", [1 << 50], 0]]}).encode()
+    with pytest.raises(ValueError, match="at most 100 are expected"):
+        unpack(reader(MAGIC + len(header).to_bytes(8, "little") + header), 100)
+
+
+def test_what_cannot_be_sent_is_named():
+    with pytest.raises(UsageError, match=r"state\['a'\]\[0\] is a set"):
+        pack({"a": [{1}]})
+    with pytest.raises(UsageError, match=r"\('x',\)"):
+        pack({("x",): 1})
+    with pytest.raises(UsageError, match="complex64"):
+        pack(torch.zeros(2, dtype=torch.complex64))
+
+
+@pytest.fixture
+def ends():
+    both = Healing("127.0.0.1", 1.0, lambda: 1 << 24), Healing("127.0.0.1", 1.0, lambda: 1 << 24)
+    yield both
+    for one in both:
+        one.shutdown()
+
+
+def test_a_newcomer_fetches_weights_and_moments(ends):
+    member, newcomer = ends
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(300)).sum().backward()
+    optimizer.step()
+    state = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+    member.send_checkpoint([1], 7, state, SECOND)
+    optimizer.step()  # training goes on: what is sent is a copy
+    fetched = newcomer.recv_checkpoint(0, member.metadata(), 7, SECOND)
+    assert not torch.equal(fetched["model"]["weight"], model.weight)
+    assert newcomer.received == member.sent > 3 * 4 * 300 * 300
+    torch.optim.Adam(nn.Linear(300, 300).parameters()).load_state_dict(fetched["optimizer"])
+
+
+def test_a_broken_connection_is_taken_up_where_it_broke_off(ends, monkeypatch):
+    member, newcomer = ends
+    state = {"x": torch.randn(500_000)}
+    member.send_checkpoint([1], 1, state, SECOND)
+    calls = []
+    receive = socket.socket.recv_into
+
+    def breaks(self, into, count):
+        calls.append(count)
+        if len(calls) % 5 == 4:
+            raise ConnectionResetError("pulled")
+        return receive(self, into, count)
+
+    monkeypatch.setattr(socket.socket, "recv_into", breaks)
+    fetched = newcomer.recv_checkpoint(0, member.metadata(), 1, SECOND)
+    assert torch.equal(fetched["x"], state["x"]) and len(calls) > 8
+    assert newcomer.received == 2_000_000 + newcomer.received % 1000
+
+
+def test_without_the_token_or_for_another_step_nothing_is_sent(ends):
+    member, newcomer = ends
+    member.send_checkpoint([1], 3, {"x": torch.ones(3)}, SECOND)
+    stranger = json.dumps(json.loads(member.metadata()) | {"token": "0" * 32})
+    for metadata, step in ((stranger, 3), (member.metadata(), 4)):
+        member.timeout = 0.05
+        with pytest.raises(ConnectionError):
+            newcomer.recv_checkpoint(0, metadata, step, SECOND)
+    member.disallow_checkpoint()
+    with pytest.raises(ConnectionError):
+        newcomer.recv_checkpoint(0, member.metadata(), 3, SECOND)
+    assert member.sent == newcomer.received == 0

@@ -1,9 +1,10 @@
 """One member of an elastic run: trains a small model, does to itself what its events say, and notes every step.
 
-    python elastic_member.py LIGHTHOUSE NAME MODE WIRE STEPS EVENTS OUT
+    python elastic_member.py LIGHTHOUSE NAME WIRE STEPS EVENTS OUT
 
-MODE: all_reduce or reducer. WIRE: a key of WIRES. EVENTS: {step: event}, where a step is a number of steps that have
-counted: "die" (kill -9 after backward), "die sent" (after its part of the exchange, before the vote), "nan".
+WIRE: a key of WIRES, or "local": local steps. EVENTS: {step: event}, where a step is a number of steps that have
+counted: "die" (kill -9 before the exchange), "die agreeing" (after it, before members agree that it is whole),
+"die between" (there, after it has told member 0 and before it tells the others), "nan".
 OUT: a line of JSON per step.
 """
 
@@ -23,8 +24,7 @@ import thinwire as tw
 
 WIRES = {
     "feedback": tw.Reduction(tw.collectives.Quantized(4), tw.memory.ErrorFeedback()),
-    "ef21": tw.Reduction(tw.collectives.TopkAllgather(0.05), tw.memory.EF21()),
-    "oktopk": tw.Reduction(tw.collectives.OkTopk(0.05), tw.memory.ErrorFeedback()),
+    "shift": tw.Reduction(tw.collectives.TopkAllgather(0.05), tw.memory.EControl(0.5)),
 }
 
 
@@ -47,17 +47,86 @@ def states(reducer: tw.parallel.Reducer) -> dict[str, object]:
     }
 
 
+def train_locally(address: str, name: str, steps: int, events: dict[int, str], out: str) -> None:
+    """Two inner steps per round; steps and events count rounds."""
+    model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10))
+    inner = torch.optim.AdamW(model.parameters(), 1e-2)
+    quorum = tw.elastic.Quorum({}, address, name=name, min_members=2, timeout=5, patience=30)
+    wait_for_the_test(out)
+    local = tw.parallel.LocalSteps(
+        model.named_parameters(), inner, tw.Wire(gradient=WIRES["feedback"]), quorum, every=2, fragments=2
+    )
+    joined = {"rounds": quorum.steps, "inner": len(inner.state), "residual": local.site.exchange.residual_norm()}
+    with open(out, "w", buffering=1) as notes:
+        notes.write(json.dumps({"joined": joined}) + "\n")
+        while quorum.steps < steps:
+            at = quorum.steps
+            event = events.pop(at, "")
+            time.sleep(0.05)
+            (model(torch.randn(8, 60)) - 1).pow(2).mean().backward()
+            inner.step()
+            inner.zero_grad()
+            if event == "nan":
+                with torch.no_grad():
+                    model[0].weight[0, 0] = torch.nan
+            happen(event, quorum, local.site.exchange)
+            local.step(tokens=8)
+            anchors = [fragment.anchors[name] for fragment in local.fragments for name in fragment.anchors]
+            found = {
+                "step": at, "quorum": quorum.number, "size": local.site.sites, "counts": True, "inner": local.steps,
+                "weights": digest(*anchors), "returns": local.returns, "skips": local.skips,
+                "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
+                "residual": local.site.exchange.residual_norm(),
+            }  # fmt: skip
+            notes.write(json.dumps(found) + "\n")
+        quorum.close()
+        local.close()
+        notes.write(json.dumps({"done": str(local.summary())}) + "\n")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def happen(event: str, quorum: tw.elastic.Quorum, exchange: object) -> None:
+    """What is to happen before the exchange of a step, or in it."""
+
+    def tell_one(receives: list, sends: list) -> None:
+        for work in [quorum.irecv(x, peer) for x, peer in receives] + [
+            quorum.isend(x, 0) for x, to in sends if to == 0
+        ]:
+            work.wait()
+        time.sleep(0.5)
+        die()
+
+    agree = exchange.agree
+
+    def agree_and_die(flags: torch.Tensor) -> torch.Tensor:
+        if event == "die agreeing":
+            die()
+        quorum.post = tell_one
+        return agree(flags)
+
+    if event == "die":
+        die()
+    if event in ("die agreeing", "die between"):
+        exchange.agree = agree_and_die
+
+
+def wait_for_the_test(out: str) -> None:
+    """Until it lets this member come."""
+    while os.path.exists(f"{out}.hold"):
+        time.sleep(0.02)
+
+
 def main(address: str, name: str, wire: str, steps: int, events: dict[int, str], out: str) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(sum(name.encode()))
     model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     quorum = tw.elastic.Quorum(
         {"model": model, "optimizer": optimizer}, address, name=name, min_members=2, timeout=5, patience=30
     )
     reducer = tw.parallel.Reducer(model.named_parameters(), tw.Wire(gradient=WIRES[wire]), quorum)
-    while os.path.exists(f"{out}.hold"):  # until the test lets it come
-        time.sleep(0.02)
+    wait_for_the_test(out)
     with open(out, "w", buffering=1) as notes:
         while quorum.steps < steps:
             quorum.begin()
@@ -68,11 +137,8 @@ def main(address: str, name: str, wire: str, steps: int, events: dict[int, str],
             model(torch.randn(8, 60)).pow(2).mean().backward()
             if event == "nan":
                 model[0].weight.grad[0, 0] = torch.nan
-            if event == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
+            happen(event, quorum, reducer.exchange)
             reducer.finish()
-            if event == "die sent":
-                os.kill(os.getpid(), signal.SIGKILL)
             counts = quorum.commit()
             if counts:
                 optimizer.step()
@@ -91,4 +157,10 @@ def main(address: str, name: str, wire: str, steps: int, events: dict[int, str],
 
 if __name__ == "__main__":
     address, name, wire, steps, events, out = sys.argv[1:]
-    main(address, name, wire, int(steps), {int(k): v for k, v in json.loads(events).items()}, out)
+    happens = {int(k): v for k, v in json.loads(events).items()}
+    torch.set_num_threads(1)
+    torch.manual_seed(sum(name.encode()))
+    if wire == "local":
+        train_locally(address, name, int(steps), happens, out)
+    else:
+        main(address, name, wire, int(steps), happens, out)

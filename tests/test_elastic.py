@@ -80,8 +80,8 @@ def check_survivors(found: dict, steps: int) -> None:
 def test_a_death_a_nan_and_a_newcomer(tmp_path):
     """a, b and c train. c gives NaN in step 2, and is killed in step 4; d comes."""
     events = {"a": {}, "b": {}, "c": {2: "nan", 4: "die"}, "d": {}}
-    found = run(tmp_path, "feedback", 20, events, {"d": "c"})
-    check_survivors(found, 20)
+    found = run(tmp_path, "feedback", 14, events, {"d": "c"})
+    check_survivors(found, 14)
     for name in ("a", "b"):
         lines = found[name]
         assert lines.pop()["done"]
@@ -98,15 +98,37 @@ def test_a_death_a_nan_and_a_newcomer(tmp_path):
     assert first["quorum"] == donor["quorum"] and first["moments"] == donor["moments"]
 
 
-def test_mean_shifts_are_those_of_the_members_that_are_there(tmp_path):
-    """EF21: after the death of c and the coming of d the mean shift is the mean of the members' own."""
-    found = run(tmp_path, "ef21", 20, {"a": {}, "b": {}, "c": {4: "die sent"}, "d": {}}, {"d": "c"})
-    check_survivors(found, 20)
-    joined = found["d"][0]
-    assert joined["before"]["shift"] is None
-    lines = [next(x for x in found[n] if x.get("step") == 19 and x["counts"]) for n in "abd"]
-    shifts = [line["after"]["shift"] for line in lines]
-    mean = [sum(values) / len(values) for values in zip(*shifts)]
-    assert lines[0]["size"] == 3
+def test_a_death_between_two_messages_and_mean_shifts(tmp_path):
+    """c tells a that the exchange is whole, and dies before it tells b: the step counts for a. b takes a's state, and
+    keeps what it has staged: its message was applied. Mean shifts are those of the members that are there."""
+    found = run(tmp_path, "shift", 14, {"a": {}, "b": {}, "c": {4: "die between"}, "d": {}}, {"d": "c"})
+    check_survivors(found, 14)
+    assert [line["step"] for line in found["a"] if not line.get("counts", True)] == []
+    place, failed = next((i, line) for i, line in enumerate(found["b"]) if not line["counts"])
+    healed = found["b"][place + 1]
+    assert failed["step"] == 4 and healed["step"] == 5
+    assert healed["before"]["residual"] == failed["after"]["residual"] != failed["before"]["residual"]
+    first = found["d"][0]
+    assert first["before"]["shift"] is None and first["before"]["residual"] is None
+    lines = [next(x for x in found[n] if x.get("step") == 13 and x["counts"]) for n in "abd"]
+    mean = [sum(values) / len(values) for values in zip(*(line["after"]["shift"] for line in lines))]
+    assert lines[0]["size"] == 3 and any(mean)
     for line in lines:
         assert line["after"]["mean_shift"] == pytest.approx(mean, abs=1e-6)
+
+
+def test_local_steps_of_sites_that_come_and_go(tmp_path):
+    """The same with rounds of local steps: c has NaN in round 4, and is killed in the midst of round 6; d comes."""
+    found = run(tmp_path, "local", 20, {"a": {}, "b": {}, "c": {4: "nan", 6: "die agreeing"}, "d": {}}, {"d": "c"})
+    by_inner: dict[int, set[str]] = {}
+    for name, (joined, *lines) in found.items():
+        assert name == "c" or lines.pop()["done"]
+        for line in lines:
+            by_inner.setdefault(line["inner"], set()).add(line["weights"])
+            assert line["finite"], "a site with NaN returns to the anchor in that round"
+            assert line["skips"] == 0, "the others' round counts"
+        if name == "d":
+            assert joined["joined"]["rounds"] > 6 and joined["joined"]["inner"] > 0, "moments come with the anchors"
+    assert all(len(weights) == 1 for weights in by_inner.values()), "anchors have the same bits on all sites"
+    assert [max(line["returns"] for line in found[name] if "returns" in line) for name in "abcd"] == [0, 0, 1, 0]
+    assert [line["size"] for line in found["a"] if "size" in line][-1] == 3

@@ -78,6 +78,14 @@ class Elastic(Members):
         """Did the last step count, as far as this member knows?"""
 
     @abstractmethod
+    def begin(self) -> None:
+        """Meet: who is there. A newcomer, and a member that fell behind, takes the state of another."""
+
+    @abstractmethod
+    def commit(self) -> bool:
+        """The vote that ends the step: does it count?"""
+
+    @abstractmethod
     def stage(self, settle: Callable[[bool], None]) -> None:
         """Call `settle` with whether the step counts: at the vote where it does, else when members have met again."""
 

@@ -31,6 +31,11 @@ class RankState:
     def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
         self.exchange, self.rank, self.size = exchange, rank, size
 
+    def follow(self) -> tuple[int, int]:
+        """(members, this member's rank) as the exchange has them now: in a quorum they change."""
+        self.size, self.rank = self.exchange.place
+        return self.size, self.rank
+
     def state_dict(self) -> dict[str, Tensor]:
         """ "rank<r>of<P>/<name>" → tensor."""
         return {f"rank{self.rank}of{self.size}/{name}": value for name, value in self.exchange.state_dict().items()}

@@ -180,7 +180,7 @@ class Reducer:
         if self.step_state.quorum is not None:
             self.thread.submit(self.step_state.follow)
             self.thread.wait()
-            self.size, self.rank = self.checkpoint.size, self.checkpoint.rank = self.exchange.place
+            self.size, self.rank = self.checkpoint.follow()
 
     def ready(self, unit: Unit) -> None:
         """The unit's .grad are complete: exchange it while others are still computed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,20 @@ class Fragment:
     def _anchor_beside(self, name: str) -> Tensor:
         """The anchor where the weights are."""
         return self.anchors[name].detach().to(self.device)
+
+
+@contextmanager
+def at_anchors(fragments: list[Fragment]) -> Iterator[None]:
+    """Inside, the fragments' weights are their anchors."""
+    held = [{name: weight.clone() for name, weight in fragment.weights().items()} for fragment in fragments]
+    for fragment in fragments:
+        fragment.take_anchor()
+    try:
+        yield
+    finally:
+        for fragment, kept in zip(fragments, held):
+            for name, weight in fragment.weights().items():
+                weight.copy_(kept[name])
 
 
 def _anchor(parameter: nn.Parameter, host: bool) -> nn.Parameter:

@@ -15,15 +15,15 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from thinwire.collectives import Dense
-from thinwire.collectives.groups import ALONE, Group, destroy, twin, world
-from thinwire.config.local import CARRY, Local, OuterFactory
+from thinwire.collectives.groups import ALONE, Group, destroy, elastic, twin, world
+from thinwire.config.local import Local, OuterFactory
 from thinwire.config.wire import Reduction, WireLike, warmup_steps
-from thinwire.data_parallel.checkpoint import RankState, read_state, split
+from thinwire.data_parallel.checkpoint import RankState, read_state
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_units import Shape, Unit, make_units
 from thinwire.data_parallel.parameters import trainable_parameters
@@ -33,17 +33,11 @@ from thinwire.distributed.summary import Summary
 from thinwire.distributed.thread import CommunicationThread
 from thinwire.errors import UsageError
 from thinwire.local_steps.checks import check_alike, shard_group
-from thinwire.local_steps.fragment import Fragment, own_part
+from thinwire.local_steps.fragment import Fragment, at_anchors, own_part
+from thinwire.local_steps.quorum import Meetings, check_settings
 from thinwire.local_steps.round import Round, Site
 from thinwire.local_steps.schedule import Schedule, split_fragments
-from thinwire.local_steps.state import (
-    forget_nonfinite,
-    fragment_states,
-    load_fragments,
-    load_optimizer,
-    optimizer_state,
-    round_state,
-)
+from thinwire.local_steps.state import bring, load_fragments, load_optimizer, part_of, round_state, site_state
 
 
 class LocalSteps:
@@ -61,7 +55,7 @@ class LocalSteps:
     wire: a preset of local steps (diloco, streaming-diloco, sparseloco, local-max), whose settings the arguments below
     override; a table `[local]`; or what `Reducer` takes: a tw.Wire, a preset's name, a collective.
     group: the process group, or 1-D mesh, of one rank per site: those that hold the same part of the model. None is
-    torch's default one.
+    torch's default one. In a quorum (tw.elastic.Quorum) it waits for the others' next round, and begins with them.
     every: inner steps between two averagings of a fragment, 30 unless the preset says otherwise.
     outer: parameters → torch.optim.Optimizer, of the anchors; by default SGD with Nesterov (0.7, 0.9) or the preset's.
     fragments: parts of the model, each averaged at its own offset. delay: inner steps between sending a fragment and
@@ -96,8 +90,11 @@ class LocalSteps:
         self.exact_rounds = warmup_steps("gradient", self.reduction)
         self.group: Group = group.get_group() if isinstance(group, DeviceMesh) else group
         parts = shard_group(self.parameters) if parts is None else parts
-        check_alike(self.settings, self.parameters, outer, seed, (self.group, parts, copies))
-        settings = self.settings
+        quorum, settings = elastic(self.group), self.settings
+        if quorum is None:
+            check_alike(settings, self.parameters, outer, seed, (self.group, parts, copies))
+        else:
+            check_settings(settings, parts, copies)
         self.schedule = Schedule(settings.every, settings.fragments, settings.delay, settings.warmup)
         shapes = {name: tuple(own_part(p).shape) for name, p in self.parameters.items()}
         names = split_fragments(shapes, settings.fragments)
@@ -113,25 +110,29 @@ class LocalSteps:
         self.rounds = 0  # fragments' means that were applied or dropped
         self.skips = 0  # of them, those dropped
         self.returns = 0  # of them, those in which this site's weights were not finite
+        self.meetings: Meetings | None = None
+        if quorum is not None:
+            self.meetings = Meetings(quorum, self.site, (settings, outer, seed), self.fragments, inner, self.thread)
+            self._meet(0)
 
     def _join(
         self, shapes: Mapping[str, Shape], units: list[Unit], seed: int, parts: Group, copies: Group
     ) -> Site:  # fmt: skip
         """Process groups of its own, and the exchange between the sites."""
-        sites, self.rank = world(self.group)
+        sites, self.rank = world(self.group) if elastic(self.group) is None else (1, 0)
         backend = "gloo" if self.settings.host else None  # what is exchanged is then in host memory
         inside = [twin(g, backend) if g is not None and world(g)[0] > 1 else None for g in (parts, copies)]
         self.sends = inside[1] is None or world(inside[1])[1] == 0
         own = twin(self.group, backend) if sites > 1 else None
         self.shard = f"shard{world(parts)[1]}of{world(parts)[0]}" if inside[0] is not None else None
         tensors = {name: own_part(p) for name, p in self.parameters.items()}
-        precompile_averaging("outer gradients", self.reduction, tensors, sites)
+        precompile_averaging("outer gradients", self.reduction, tensors, 2 if elastic(self.group) else sites)
         streams = settled_streams(self.settings.wire.streams, own or ALONE)
         seed = seed if parts is None else seed * world(parts)[0] + world(parts)[1]
         exchange = Exchange(shapes, self.reduction, own or ALONE, seed, streams=streams, units=units)
         self.groups = [g for g in (own, *inside) if g is not None]
         self.checkpoint = RankState(exchange, self.rank, sites)
-        return Site(exchange, sites, *inside)
+        return Site(exchange, sites, inside[0], inside[1])
 
     # --- a step
 
@@ -148,6 +149,10 @@ class LocalSteps:
             self._average_exactly()
             return True
         due = self.schedule.applied(self.steps)
+        if self.meetings is not None:
+            for number in due:
+                self._meet(number)
+            return bool(due)
         for number in due if self.schedule.delay else ():
             self._apply(number)
         for number in self.schedule.sent(self.steps):
@@ -160,7 +165,9 @@ class LocalSteps:
         """At the end of training, on all ranks: one last round of every fragment. All sites then hold the anchor."""
         self._apply_all()
         for fragment in self.fragments:
-            if fragment.tokens:
+            if self.meetings is not None:
+                self._meet(fragment.number)
+            elif fragment.tokens:
                 self._send(fragment)
         self._apply_all()
         for fragment in self.fragments:
@@ -169,15 +176,8 @@ class LocalSteps:
     @contextmanager
     def at_anchor(self) -> Iterator[None]:
         """Inside, the model has the anchor's weights, which all sites share: evaluate and save there."""
-        held = [{name: weight.clone() for name, weight in f.weights().items()} for f in self.fragments]
-        for fragment in self.fragments:
-            fragment.take_anchor()
-        try:
+        with at_anchors(self.fragments):
             yield
-        finally:
-            for fragment, kept in zip(self.fragments, held):
-                for name, weight in fragment.weights().items():
-                    weight.copy_(kept[name])
 
     def summary(self) -> Summary:
         """What was sent between sites so far, beside fp32 data parallel that averages gradients after every step."""
@@ -186,7 +186,22 @@ class LocalSteps:
         dense = 2 * 4 * values * (sites - 1) // sites * steps if self.sends else 0
         return Summary(steps, self.site.exchange.sent, dense, self.skips)
 
-    def _send(self, fragment: Fragment, exact: bool = False) -> None:
+    def _meet(self, number: int) -> None:
+        """In a quorum: one round that counts, and its mean; none where all sites have just come."""
+        assert self.meetings is not None
+        number = self.meetings.meet(number, self.steps, self._send_after)
+        _, self.rank = self.checkpoint.follow()
+        if self.steps:
+            self._apply(number)
+
+    def _send_after(self, fragment: Fragment, steps: int) -> Round:
+        """In a quorum: after so many inner steps, those of others where this site has taken their state."""
+        self.resumed += steps - self.steps
+        self.steps = steps
+        self.in_flight.clear()  # of a round that did not count
+        return self._send(fragment)
+
+    def _send(self, fragment: Fragment, exact: bool = False) -> Round:
         keeps = self.schedule.delay > 0
         sent = {name: weight.clone() for name, weight in fragment.weights().items()} if keeps else {}
         exact = exact or self.site.exchange.steps < self.exact_rounds
@@ -194,6 +209,7 @@ class LocalSteps:
         fragment.tokens = 0.0
         self.in_flight[fragment.number] = round
         self.thread.submit(partial(round.run, self.site), fragment.home, lambda error: round.arrived.set())
+        return round
 
     def _arrived(self, number: int) -> Round:
         round = self.in_flight[number]
@@ -227,17 +243,11 @@ class LocalSteps:
             self._bring(fragment, round, mix=0.0)
 
     def _bring(self, fragment: Fragment, round: Round, mix: str | float) -> None:
-        """θ after a round. Where this site's Δ was not finite, or the round was dropped, it returns to the anchor."""
+        """θ after a round."""
         self.rounds += 1
         self.skips += round.dropped
         self.returns += round.returns
-        if round.returns:
-            forget_nonfinite(self.inner, fragment.parameters.values())
-        unmoved = mix == CARRY and not round.sent  # it is applied at once
-        if round.returns or round.dropped or unmoved or mix == 0:
-            fragment.take_anchor()
-        else:
-            fragment.mix(round.sent, mix)
+        bring(fragment, round, mix, self.inner)
 
     # --- checkpoints
 
@@ -246,7 +256,7 @@ class LocalSteps:
         inner optimiser, anchors, outer optimiser, residuals, and means under way. Called on all ranks together, since
         it waits for what is being sent. Where the model is in parts, it is {"shard<i>of<n>": …}."""
         out = {"step": torch.tensor(self.steps)}
-        out |= optimizer_state(self.inner, self.parameters, "inner") | fragment_states(self.fragments)
+        out |= site_state(self.inner, self.parameters, self.fragments)
         for number in self.in_flight:
             out |= round_state(self._arrived(number))
         out |= {f"exchange/{name}": value for name, value in self.site.exchange.state_dict().items()}
@@ -259,20 +269,10 @@ class LocalSteps:
         The same number of sites goes on with the same bits. On another number every site starts from the anchor, after
         what was under way has been applied; residuals are the mean of all sites', and inner optimisers start anew.
         """
-        if self.shard is not None and self.shard not in state:
-            raise UsageError(f"this rank is {self.shard}, the state is of {', '.join(state) or 'none'}")
-        named: Mapping[str, Tensor] = state if self.shard is None else state[self.shard]
-        old, ranks = split(named)
-        same = old == self.site.sites
-        if same and self.rank not in ranks:
-            raise UsageError(f"the state has no part for site {self.rank} of {old}")
-        self.checkpoint.load_state_dict(
-            {name.replace("/exchange/", "/", 1): value for name, value in named.items() if "/exchange/" in name}
-        )
-        mine = ranks[self.rank] if same else ranks[min(ranks)]
-        made = self.steps - self.resumed
+        exchanged, mine, same = part_of(state, self.shard, self.rank, self.site.sites)
+        self.checkpoint.load_state_dict(exchanged)
+        self.resumed += int(mine["step"]) - self.steps
         self.steps = int(mine["step"])
-        self.resumed = self.steps - made
         self.in_flight = load_fragments(self.fragments, mine)
         if same:
             load_optimizer(self.inner, self.parameters, "inner", mine)

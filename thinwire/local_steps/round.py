@@ -23,6 +23,7 @@ from thinwire.collectives.groups import world
 from thinwire.collectives.messages import gather, maximum
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_units import Unit
+from thinwire.data_parallel.quorum import Following
 from thinwire.errors import InvalidExchange, UsageError
 
 log = logging.getLogger("thinwire")
@@ -34,18 +35,30 @@ class Site:
 
     exchange: between the sites; of a group of one where this rank is a copy that sends nothing.
     sites: how many there are. parts: ranks of this site that hold other parts of the model. copies: ranks of this site
-    that hold the same part, the first of which sends.
+    that hold the same part, the first of which sends. following: the quorum, where sites come and go.
     """
 
     exchange: Exchange
     sites: int
     parts: dist.ProcessGroup | None = None
     copies: dist.ProcessGroup | None = None
+    following: Following | None = None
 
     @property
     def sends(self) -> bool:
         """Does this rank speak for its copies?"""
         return self.copies is None or world(self.copies)[1] == 0
+
+    def end_step(self, counts: bool) -> None:
+        """Keep what a round wrote, or drop it; in a quorum it is kept where the vote says so."""
+        if not counts:
+            self.exchange.rollback()
+            return
+        self.exchange.finish_step()
+        if self.following is None:
+            self.exchange.commit()
+        else:
+            self.following.group.stage(self.following.settle)
 
     def any_inside(self, flag: bool, device: torch.device) -> bool:
         """Is it so on any rank of the site?"""
@@ -106,9 +119,10 @@ class Round:
         factor = self._weight(site, device)
         if factor is None:
             self.dropped = True
-            log.warning(
-                "thinwire: no site has finite weights or tokens: the round is dropped, all return to the anchor"
-            )
+            if self.step:  # else all sites have just come
+                log.warning(
+                    "thinwire: no site has finite weights or tokens: the round is dropped, all return to the anchor"
+                )
             return
         means, valid = {}, True
         for unit, x in self.values.items():
@@ -120,12 +134,8 @@ class Round:
         flag = torch.tensor([not valid], dtype=torch.uint8, device=device)
         agreed = site.exchange.agree(flag)[:1]
         self.dropped = bool(agreed if site.parts is None else maximum(agreed, site.parts))
-        if self.dropped:
-            site.exchange.rollback()
-        else:
-            site.exchange.finish_step()
-            site.exchange.commit()
-            self.means = means
+        site.end_step(not self.dropped)
+        self.means = {} if self.dropped else means
 
     def _weight(self, site: Site, device: torch.device) -> float | None:
         """P·w of this site; None where nobody has any weight. UsageError where sites are not at the same round."""

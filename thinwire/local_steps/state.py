@@ -7,11 +7,14 @@ and of a fragment that is under way `flight/<number>`, `sent/…` and `mean/…`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.config.local import CARRY
+from thinwire.data_parallel.checkpoint import split
 from thinwire.data_parallel.gradient_units import Unit
 from thinwire.errors import UsageError
 from thinwire.local_steps.fragment import Fragment, own_part
@@ -19,6 +22,23 @@ from thinwire.local_steps.round import Round
 
 State = dict[str, Tensor]
 NUMBER = "#"  # before the name of an optimiser's value that is no tensor
+
+
+def part_of(state: Mapping[str, Any], shard: str | None, rank: int, sites: int) -> tuple[State, State, bool]:
+    """(the exchange's part of all sites, what this site goes on from, is that its own?) of LocalSteps' state.
+
+    shard: this rank's part of the model, if it is in parts. rank, sites: this site of how many. UsageError where the
+    state has no part for it.
+    """
+    if shard is not None and shard not in state:
+        raise UsageError(f"this rank is {shard}, the state is of {', '.join(state) or 'none'}")
+    named: Mapping[str, Tensor] = state if shard is None else state[shard]
+    old, ranks = split(named)
+    same = old == sites
+    if same and rank not in ranks:
+        raise UsageError(f"the state has no part for site {rank} of {old}")
+    exchanged = {name.replace("/exchange/", "/", 1): value for name, value in named.items() if "/exchange/" in name}
+    return exchanged, ranks[rank] if same else ranks[min(ranks)], same
 
 
 def optimizer_state(optimizer: Optimizer, named: Mapping[str, Tensor], prefix: str) -> State:
@@ -52,6 +72,11 @@ def load_optimizer(optimizer: Optimizer, named: Mapping[str, Tensor], prefix: st
             else:
                 entries[entry] = value.clone()
         optimizer.state[parameter] = entries
+
+
+def site_state(inner: Optimizer, parameters: Mapping[str, Tensor], fragments: list[Fragment]) -> State:
+    """The inner optimiser's state, and the fragments'."""
+    return optimizer_state(inner, parameters, "inner") | fragment_states(fragments)
 
 
 def fragment_states(fragments: list[Fragment]) -> State:
@@ -128,3 +153,17 @@ def forget_nonfinite(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None
                 and not bool(torch.isfinite(own_part(value)).all())
             ):
                 own_part(value).zero_()
+
+
+def bring(fragment: Fragment, round: Round, mix: str | float, inner: Optimizer) -> None:
+    """θ after a round. Where this site's Δ was not finite, or the round was dropped, it returns to the anchor.
+
+    fragment: whose round it was. mix: LocalSteps'. inner: the inner optimiser.
+    """
+    if round.returns:
+        forget_nonfinite(inner, fragment.parameters.values())
+    unmoved = mix == CARRY and not round.sent  # it is applied at once
+    if round.returns or round.dropped or unmoved or mix == 0:
+        fragment.take_anchor()
+    else:
+        fragment.mix(round.sent, mix)

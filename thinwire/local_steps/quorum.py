@@ -1,0 +1,105 @@
+"""Local steps of sites that come and go: every round is a step of the quorum, and is repeated until it counts.
+
+A site that dies is missed in the next round: the round is repeated by the others, with the same outer gradients. A
+newcomer waits for a round, takes anchors, the outer optimiser and the inner one's moments from a site, and has no
+weight in that round: it has trained on nothing yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+
+from thinwire.collectives.members import Elastic, Saved
+from thinwire.config.local import Local, OuterFactory
+from thinwire.data_parallel.parameters import describe_parameters
+from thinwire.data_parallel.quorum import Following
+from thinwire.distributed.config_check import describe
+from thinwire.distributed.thread import CommunicationThread
+from thinwire.errors import UsageError
+from thinwire.local_steps.fragment import Fragment, own_part
+from thinwire.local_steps.round import Round, Site
+from thinwire.local_steps.state import load_fragments, load_optimizer, site_state
+
+
+def check_settings(settings: Local, parts: object, copies: object) -> None:
+    """UsageError where local steps cannot be so in a quorum. settings, parts, copies: LocalSteps'."""
+    if settings.delay or settings.warmup or parts is not None or copies is not None:
+        raise UsageError(
+            f"LocalSteps in a quorum: delay = {settings.delay}, warmup = {settings.warmup}: both must be 0, and a site "
+            "is one rank (no parts, no copies)"
+        )
+
+
+class Meetings:
+    """The rounds of a site in a quorum.
+
+    quorum: of the sites. site: with the exchange between them. about: LocalSteps' settings, outer and seed, equal on
+    all sites, and compared when one comes. fragments, inner: whose state a newcomer takes. thread: on which rounds run.
+    """
+
+    def __init__(
+        self, quorum: Elastic, site: Site, about: tuple[Local, OuterFactory | None, int], fragments: list[Fragment],
+        inner: Optimizer, thread: CommunicationThread,
+    ) -> None:  # fmt: skip
+        self.quorum = quorum
+        self.site = site
+        self.fragments = fragments
+        self.inner = inner
+        self.parameters = {name: p for fragment in fragments for name, p in fragment.parameters.items()}
+        self.thread = thread
+        self.number = 0  # of the fragment whose round it is
+        self.steps = 0  # inner steps, equal on all sites when they meet
+        settings, outer, seed = about
+        config = describe(settings, "local") | {"seed": repr(seed), "outer": "by default" if outer is None else "given"}
+        config |= describe_parameters({name: own_part(p) for name, p in self.parameters.items()})
+        home = fragments[0].home
+        self.site.following = Following(quorum, site.exchange, "thinwire outer gradients", config, home)
+        quorum.register("thinwire local steps", self._load, self._save)
+
+    def meet(self, number: int, steps: int, send: Callable[[Fragment, int], Round]) -> int:
+        """One round that counts: the number of the fragment whose it was, which is the others' where this site has
+        taken their state.
+
+        number: of the fragment that is due here. steps: inner steps of this site. send: starts a fragment's round
+        after so many inner steps.
+        """
+        self.number = number
+        self.steps = steps
+        while True:
+            self.quorum.begin()
+            fragment = self.fragments[self.number]
+            tokens = fragment.tokens
+            try:
+                self.thread.submit(self._follow)
+                self.thread.wait()
+                send(fragment, self.steps).wait()
+                self.thread.wait()
+            except RuntimeError as error:
+                self.quorum.report(error)
+            if self.quorum.commit():
+                return self.number
+            fragment.tokens = tokens
+
+    def _follow(self) -> None:
+        assert self.site.following is not None
+        self.site.following.follow()
+        self.site.sites = self.site.exchange.size
+
+    def _save(self) -> Saved:
+        state = site_state(self.inner, self.parameters, self.fragments)
+        kept = {name: value for name, value in state.items() if not name.startswith("weight/")}
+        return {"number": self.number, "steps": self.steps, "state": kept}
+
+    def _load(self, told: Saved) -> None:
+        state = told["state"]
+        assert isinstance(state, dict)
+        state = state | {f"weight/{n.removeprefix('anchor/')}": x for n, x in state.items() if n.startswith("anchor/")}
+        load_fragments(self.fragments, state)
+        load_optimizer(self.inner, self.parameters, "inner", state)
+        for fragment in self.fragments:
+            fragment.tokens = 0.0
+            fragment.take_anchor()
+        self.number = int(str(told["number"]))
+        self.steps = int(str(told["steps"]))

@@ -2,7 +2,8 @@
 
     python elastic_member.py LIGHTHOUSE NAME WIRE STEPS EVENTS OUT
 
-WIRE: a key of WIRES, or "local": local steps. EVENTS: {step: event}, where a step is a number of steps that have
+WIRE: a key of WIRES, or "local": local steps; "feedback" is DDP's.
+EVENTS: {step: event}, where a step is a number of steps that have
 counted: "die" (kill -9 before the exchange), "die agreeing" (after it, before members agree that it is whole),
 "die between" (there, after it has told member 0 and before it tells the others), "nan".
 OUT: a line of JSON per step.
@@ -18,6 +19,7 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import thinwire as tw
@@ -125,7 +127,13 @@ def main(address: str, name: str, wire: str, steps: int, events: dict[int, str],
     quorum = tw.elastic.Quorum(
         {"model": model, "optimizer": optimizer}, address, name=name, min_members=2, timeout=5, patience=30
     )
-    reducer = tw.parallel.Reducer(model.named_parameters(), tw.Wire(gradient=WIRES[wire]), quorum)
+    if wire == "feedback":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        forward = nn.parallel.DistributedDataParallel(model)
+        reducer = tw.parallel.compress_ddp(forward, tw.Wire(gradient=WIRES[wire]), group=quorum).reducer
+    else:
+        forward = model
+        reducer = tw.parallel.Reducer(model.named_parameters(), tw.Wire(gradient=WIRES[wire]), quorum)
     wait_for_the_test(out)
     with open(out, "w", buffering=1) as notes:
         while quorum.steps < steps:
@@ -134,11 +142,12 @@ def main(address: str, name: str, wire: str, steps: int, events: dict[int, str],
             at = quorum.steps
             time.sleep(0.05)
             first = states(reducer)  # healed already
-            model(torch.randn(8, 60)).pow(2).mean().backward()
-            if event == "nan":
-                model[0].weight.grad[0, 0] = torch.nan
             happen(event, quorum, reducer.exchange)
-            reducer.finish()
+            x = torch.randn(8, 60)
+            x[0] = torch.nan if event == "nan" else 1.0
+            forward(x).pow(2).mean().backward()
+            if forward is model:
+                reducer.finish()
             counts = quorum.commit()
             if counts:
                 optimizer.step()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.collectives.groups import Group
 from thinwire.config.wire import Wire, WireLike
 from thinwire.data_parallel.gradient_pass import Means
 from thinwire.data_parallel.handle import Handle, LossScaler
@@ -87,7 +88,8 @@ class CompressedDDP(Handle):
             exact = self.auto.begin_pass()
         else:
             exact = not self.reducer.exchange.compressed and not self.residual_loaded
-        return exact and self.one_device and not self.reducer.bracketed
+        in_quorum = self.reducer.step_state.quorum is not None
+        return exact and self.one_device and not self.reducer.bracketed and not in_quorum
 
     def _deliver(self, means: Means) -> None:
         """The means into DDP's buckets; what nobody used stays as it is, and DDP leaves its .grad alone."""
@@ -163,7 +165,7 @@ def _hook(state: CompressedDDP, bucket: dist.GradBucket) -> torch.futures.Future
 
 def compress_ddp(
     model: DistributedDataParallel, wire: WireLike = "auto", *, seed: int = 0, nonfinite: str = "nan",
-    scaler: LossScaler | None = None,
+    scaler: LossScaler | None = None, group: Group = None,
 ) -> CompressedDDP:  # fmt: skip
     """Compress this model's gradients from now on. Call it on all ranks, once per DDP model.
 
@@ -177,6 +179,8 @@ def compress_ddp(
     nonfinite: what .grad is after a step that was rolled back for a NaN or Inf: "nan", as plain DDP would leave it, or
     "zero".
     scaler: the GradScaler in use, if any, so that residuals do not change with the loss scale.
+    group: what is averaged over instead of the model's process group: a quorum (tw.elastic.Quorum), where every member
+    wraps its model in a process group of its own.
 
     UsageError where the model is not DDP's, has a communication hook already, an argument is not allowed, or ranks
     differ in configuration.
@@ -194,7 +198,8 @@ def compress_ddp(
     scale = None if scaler is None else scaler.get_scale
     ignored = set(model.parameters_to_ignore)
     named = [(name, p) for name, p in model.module.named_parameters() if name not in ignored]
-    reducer = Reducer(named, wire, model.process_group, seed=seed, nonfinite=nonfinite, scale=scale)
+    among = model.process_group if group is None else group
+    reducer = Reducer(named, wire, among, seed=seed, nonfinite=nonfinite, scale=scale)
     handle = CompressedDDP(model, reducer, wire.auto)
     model.register_comm_hook(handle, _hook)
     leave_hooks_behind(model)

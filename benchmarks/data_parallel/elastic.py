@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -176,10 +177,11 @@ def summarise(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         norms = [line["residual"] for line in counted if line["residual"] is not None]
         (kept if name in survivors else lost).extend(norms[-1:])
     times = [first[step] for step in sorted(first)]
-    gaps = [b - a for a, b in zip(times, times[1:])]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     return {
         "steps": len(first), "seconds": times[-1] - times[0], "longest_pause": max(gaps),
-        "median_step": statistics.median(gaps), "steps_with_different_weights": sum(len(w) > 1 for w in weights.values()),
+        "median_step": statistics.median(gaps),
+        "steps_with_different_weights": sum(len(found) > 1 for found in weights.values()),
         "member_steps_not_counted": failed, "residuals_lost": len(lost),
         "norm_of_lost_residuals": statistics.fmean(lost) if lost else 0.0,
         "norm_of_survivors_residuals": statistics.fmean(kept) if kept else 0.0,

@@ -5,7 +5,8 @@
 WIRE: a key of WIRES, or "local": local steps; "feedback" is DDP's.
 EVENTS: {step: event}, where a step is a number of steps that have
 counted: "die" (kill -9 before the exchange), "die agreeing" (after it, before members agree that it is whole),
-"die between" (there, after it has told member 0 and before it tells the others), "nan".
+"die between" (there, after it has told member 0 and before it tells the others), "freeze" (until the test thaws it),
+"nan".
 OUT: a line of JSON per step.
 """
 
@@ -53,7 +54,7 @@ def train_locally(address: str, name: str, steps: int, events: dict[int, str], o
     """Two inner steps per round; steps and events count rounds."""
     model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10))
     inner = torch.optim.AdamW(model.parameters(), 1e-2)
-    quorum = tw.elastic.Quorum({}, address, name=name, min_members=2, timeout=5, patience=30)
+    quorum = tw.elastic.Quorum({}, address, name=name, min_members=2, timeout=2, patience=30)
     wait_for_the_test(out)
     local = tw.parallel.LocalSteps(
         model.named_parameters(), inner, tw.Wire(gradient=WIRES["feedback"]), quorum, every=2, fragments=2
@@ -111,6 +112,8 @@ def happen(event: str, quorum: tw.elastic.Quorum, exchange: object) -> None:
 
     if event == "die":
         die()
+    if event == "freeze":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if event in ("die agreeing", "die between"):
         exchange.agree = agree_and_die
 
@@ -125,7 +128,7 @@ def main(address: str, name: str, wire: str, steps: int, events: dict[int, str],
     model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     quorum = tw.elastic.Quorum(
-        {"model": model, "optimizer": optimizer}, address, name=name, min_members=2, timeout=5, patience=30
+        {"model": model, "optimizer": optimizer}, address, name=name, min_members=2, timeout=2, patience=30
     )
     if wire == "feedback":
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import thinwire as tw
 from thinwire import collectives as c
 from thinwire.collectives.groups import Metered, elastic, is_alone, unmetered, world
-from thinwire.collectives.members import DirectMembers
+from thinwire.collectives.members import DirectMembers, Elastic
 from thinwire.collectives.messages import all_reduce, gather, maximum
 from thinwire.distributed.values import broadcast_json, gather_json, tensors_on_first
 from thinwire.errors import UsageError
@@ -84,3 +85,62 @@ def refusal(group: Unlisted) -> str:
 
 def test_what_needs_a_group_of_torch_says_so():
     assert on_members(refusal)[0] == "Unlisted: this needs a process group of torch, whose ranks stay"
+
+
+class Alone(DirectMembers, Elastic):
+    """A quorum of one."""
+
+    backends, number, committed, counted = "gloo", 1, -1, True
+
+    def __init__(self) -> None:
+        self.group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=LIMIT))
+        self.staged: list = []
+        self.told: dict = {}
+
+    def process_group(self) -> dist.ProcessGroup:
+        return self.group
+
+    def begin(self) -> None: ...
+
+    def commit(self) -> bool:
+        while self.staged:
+            self.staged.pop()(True)
+        return True
+
+    def stage(self, settle) -> None:
+        self.staged.append(settle)
+
+    def report(self, error: Exception) -> None: ...
+
+    def fall_behind(self) -> None: ...
+
+    def register(self, name, load, save) -> None:
+        self.told[name] = load, save
+
+
+def test_a_resume_on_another_number_of_members_conserves_the_mean_residual():
+    model, quorum = torch.nn.Linear(4, 4, bias=False), Alone()
+    reducer = tw.parallel.Reducer(
+        model.named_parameters(), tw.Wire(gradient=tw.Reduction(c.OkTopk(0.1), tw.memory.ErrorFeedback())), quorum
+    )
+    state = {f"rank{r}of3/e/weight": torch.full((4, 4), float(r)) for r in range(3)}
+    reducer.load_state_dict(state | {f"rank{r}of3/step": torch.tensor(7) for r in range(3)})
+    before = reducer.exchange.state_dict()
+    assert before["e/weight"].unique().tolist() == [1.0] and before["step"] == 7
+    model(torch.ones(4)).sum().backward()
+    gradient = model.weight.grad.clone()
+    assert reducer.finish() and quorum.commit()
+    assert torch.equal(model.weight.grad, gradient), "alone nothing is sent, and the residual stays"
+    assert torch.equal(reducer.exchange.state_dict()["e/weight"], before["e/weight"])
+    reducer.close()
+
+
+def test_a_newcomer_with_other_settings_is_refused():
+    model, quorum = torch.nn.Linear(4, 4), Alone()
+    reducer = tw.parallel.Reducer(model.named_parameters(), "max", quorum)
+    ((load, save),) = quorum.told.values()
+    told = save()
+    load(told)
+    with pytest.raises(UsageError, match=r"differs from the quorum in seed: 0 against 7"):
+        load(told | {"config": told["config"] | {"seed": "7"}})
+    reducer.close()

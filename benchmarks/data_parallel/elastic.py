@@ -152,7 +152,7 @@ def _watch(home: Path, notes: str, process: int, deaths: list[int], chance: rand
 def measure(options: dict[str, Any], rate: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, Network(hosts=MEMBERS + 1, rate=rate, patience=60) as net:
         addresses = [str(host.address) for host in net.hosts]
-        lives = net.run(keep, folder, options, addresses, timeout=3000, echo=False)
+        lives = net.run(keep, folder, options, addresses, timeout=3000, echo=bool(os.environ.get("LOUD")))
         loss = json.loads((Path(folder) / "finished").read_text())["loss"]
         found = {
             path.name: [json.loads(x) for x in path.read_text().splitlines()] for path in Path(folder).glob("m*.*")

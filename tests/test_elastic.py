@@ -82,7 +82,7 @@ def check_survivors(found: dict, steps: int) -> None:
         assert [line["step"] for line in counted] == sorted({line["step"] for line in counted}), name
     assert sorted(by_step) == list(range(steps))
     for step, lines in by_step.items():
-        for field in ("weights", "moments", "quorum", "size"):
+        for field in ("weights", "moments", "quorum", "size", "mean", "averaged_in", "averaged_steps"):
             assert len({line[field] for line in lines}) == 1, (step, field)
 
 
@@ -97,7 +97,10 @@ def test_a_death_a_nan_and_a_newcomer(tmp_path):
         failed = [line for line in lines if not line["counts"]]
         assert {line["step"] for line in failed} == {2, 4}, "the step with NaN and the one of the death do not count"
         assert lines[-1]["skips"] == 2
+        assert all(line["averaged_in"] == line["quorum"] for line in lines if line["counts"])
         for line, following in itertools.pairwise(lines):
+            grown = following["averaged_steps"] > line["averaged_steps"]
+            assert grown == following["counts"], "the state of all_reduce is replaced by the vote"
             kept = line["after" if line["counts"] else "before"]["residual"]
             assert following["before"]["residual"] == kept, "a step that does not count leaves the residual as it was"
         assert lines[-1]["size"] == 3

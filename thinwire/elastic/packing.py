@@ -1,9 +1,13 @@
-"""State as bytes without pickles: a JSON header that says what is where, then the tensors' raw bytes.
+"""State as bytes without pickles: a JSON header that says what is where, then the tensors' bytes.
 
     "thinwire" | header's length, 8 bytes | header | tensors, one after the other
 
-The header has the tree (tables, lists, texts, numbers) with tensors by number, and of every tensor type, shape and
-checksum. Nothing in it is executed, and sizes are checked before anything is allocated.
+The header has the tree (tables, lists, texts, numbers) with tensors by number, and of every tensor type, shape,
+checksum and lengths. Nothing in it is executed, and sizes are checked before anything is allocated.
+
+A tensor travels as its *planes*: the first byte of every value, then the second byte of every value, and so on. A plane
+that zlib makes shorter is sent so. That is the one with the exponents: float32 weights and moments of Adam take 0.82 of
+their bytes. Differences from a checkpoint of 30 steps before take 0.81, so they are not worth a second copy.
 """
 
 from __future__ import annotations
@@ -12,7 +16,10 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,22 +35,25 @@ DTYPES = {
         torch.uint8, torch.bool,
     )
 }  # fmt: skip
-Plain = str | int | float | bool | None
+TRIAL = 1 << 16  # bytes of a plane by which it is decided
+WORTH = 0.95  # of a plane's length that must be left at most
 
 
 def pack(state: object) -> list[memoryview]:
     """The pieces of a message that holds a state: tables, lists, texts, numbers, and tensors, which are copied."""
     tensors: list[Tensor] = []
     tree = _encode(state, tensors, "state")
-    held = [tensor.detach().cpu().contiguous().clone() for tensor in tensors]
-    views = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in held]
-    about = [
-        [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), zlib.crc32(view)]
-        for tensor, view in zip(held, views)
-    ]
+    about: list[list[object]] = []
+    pieces: list[memoryview] = []
+    for tensor in tensors:
+        held = tensor.detach().cpu().contiguous()
+        raw = _raw(held)
+        planes = [_shorter(plane) for plane in raw.reshape(-1, held.itemsize).T]
+        lengths = [plane.nbytes for plane in planes]
+        about.append([str(held.dtype).removeprefix("torch."), list(held.shape), zlib.crc32(raw.data), lengths])
+        pieces += [plane for plane in planes if plane.nbytes]
     header = json.dumps({"tree": tree, "tensors": about}).encode()
-    start = MAGIC + len(header).to_bytes(8, "little") + header
-    return [memoryview(start), *(view for view in views if view.nbytes)]
+    return [memoryview(MAGIC + len(header).to_bytes(8, "little") + header), *pieces]
 
 
 def unpack(read: Callable[[memoryview], None], limit: int) -> object:
@@ -57,23 +67,68 @@ def unpack(read: Callable[[memoryview], None], limit: int) -> object:
         raise ValueError(f"no state of thinwire, or one with a header of {length} bytes")
     try:
         header = json.loads(_bytes(read, length))
-        shapes = [(DTYPES[str(kind)], [int(n) for n in shape], int(check)) for kind, shape, check in header["tensors"]]
+        listed = [_Listed(*entry) for entry in header["tensors"]]
         tree = header["tree"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"a header that is no state's: {error}") from None
-    total = sum(math.prod(shape) * dtype.itemsize for dtype, shape, _ in shapes)
-    if any(n < 0 for _, shape, _ in shapes for n in shape) or total > limit:
+    total = sum(one.checked_nbytes() for one in listed)
+    if total > limit:
         raise ValueError(f"a state of {total} bytes is announced, and at most {limit} are expected")
-    tensors = []
-    for dtype, shape, check in shapes:
-        tensor = torch.empty(shape, dtype=dtype)
-        view = tensor.reshape(-1).view(torch.uint8).numpy().data
-        if view.nbytes:
-            read(view)
-        if zlib.crc32(view) != check:
+    return _decode(tree, [_receive(one, read) for one in listed])
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A tensor as the header has it. lengths: of its planes, as they are sent."""
+
+    kind: str
+    shape: list[int]
+    check: int
+    lengths: list[int]
+
+    def checked_nbytes(self) -> int:
+        """What it takes. ValueError where that cannot be."""
+        whole = [self.check, *self.shape, *self.lengths]
+        if self.kind not in DTYPES or any(not isinstance(n, int) or n < 0 for n in whole):
+            raise ValueError(f"a tensor of type {self.kind} and shape {self.shape} is announced")
+        values = math.prod(self.shape)
+        if len(self.lengths) != DTYPES[self.kind].itemsize or any(length > values for length in self.lengths):
+            raise ValueError(f"planes of {self.lengths} bytes are announced for {values} values")
+        return values * DTYPES[self.kind].itemsize
+
+
+def _receive(listed: _Listed, read: Callable[[memoryview], None]) -> Tensor:
+    tensor = torch.empty(listed.shape, dtype=DTYPES[listed.kind])
+    raw = _raw(tensor)
+    for plane, length in zip(raw.reshape(-1, tensor.itemsize).T, listed.lengths):
+        sent = _bytes(read, length) if length else b""
+        if length < plane.size:
+            try:
+                sent = zlib.decompressobj().decompress(sent, plane.size)  # no more than it may have
+            except zlib.error:
+                sent = b""
+        if len(sent) != plane.size:
             raise ValueError("a tensor of the state was damaged on its way")
-        tensors.append(tensor)
-    return _decode(tree, tensors)
+        plane[:] = np.frombuffer(sent, np.uint8)
+    if zlib.crc32(raw.data) != listed.check:
+        raise ValueError("a tensor of the state was damaged on its way")
+    return tensor
+
+
+def _raw(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """Its bytes, in its own memory."""
+    raw: npt.NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return raw
+
+
+def _shorter(plane: npt.NDArray[np.uint8]) -> memoryview:
+    """A copy of the plane, by zlib where that is clearly shorter: tried on its beginning."""
+    whole = plane.tobytes()
+    trial = whole[:TRIAL]
+    if len(zlib.compress(trial, 1)) > WORTH * len(trial):
+        return memoryview(whole)
+    short = zlib.compress(whole, 1)
+    return memoryview(short if len(short) < len(whole) else whole)
 
 
 def nbytes(state: object) -> int:

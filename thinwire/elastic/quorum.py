@@ -112,6 +112,7 @@ class Quorum(DirectMembers, Elastic):
         RunFailed where there are not enough within `patience`, or the lighthouse cannot be reached.
         """
         if self.manager is None:
+            self._most_bytes()  # what cannot be sent is said now, and not when the first newcomer comes
             self.manager = self._join()
             for name, (load, save) in self.told.items():
                 self.manager.register_state_dict_fn(name, load, save)
@@ -120,6 +121,9 @@ class Quorum(DirectMembers, Elastic):
         except (RuntimeError, TimeoutError) as error:
             raise RunFailed(f"no quorum: {error}") from error
         self._settle(False)  # where it counted for others, their state has come and said so
+        if self.manager.errored() is not None:  # the state did not come, or the connections: take no part
+            log.warning("thinwire: this member takes no part in a step: %s", self.manager.errored())
+            self.connections.shutdown()
 
     def stage(self, settle: Callable[[bool], None]) -> None:
         self.staged.append(settle)

@@ -4,7 +4,7 @@
     python benchmarks/data_parallel/elastic.py --steps 60 --deaths 1
 
 A model of a million parameters predicts the next byte of this project's documentation. A run ends when as many batches
-have counted as four members make in `--steps` steps. Printed, and written to --json: the longest time between two steps
+have counted as four members make in `--steps` steps. Times are from the first step with all four on. Printed, and written to --json: the longest time between two steps
 that counted, in how many steps weights differed between members (0 is right), the held-out loss of both runs, deaths,
 steps that did not count, and the residuals that were lost with the dead (their norm beside that of a survivor).
 """
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.elastic.require import require_torchft
 from thinwire.lab import Network
 
 MEMBERS = 4
@@ -101,6 +102,7 @@ def train(folder: Path, options: dict[str, Any], host: str, lighthouse: str, nam
 def keep(folder: str, options: dict[str, Any], addresses: list[str]) -> int:
     """On every host. On the first: the lighthouse. On the others a member, killed and started again; how often."""
     rank, home = int(os.environ["RANK"]), Path(folder)
+    require_torchft()
     import torchft  # noqa: F401  (before members are forked)
 
     if rank == 0:
@@ -152,7 +154,7 @@ def _watch(home: Path, notes: str, process: int, deaths: list[int], chance: rand
 def measure(options: dict[str, Any], rate: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, Network(hosts=MEMBERS + 1, rate=rate, patience=60) as net:
         addresses = [str(host.address) for host in net.hosts]
-        lives = net.run(keep, folder, options, addresses, timeout=3000, echo=bool(os.environ.get("LOUD")))
+        lives = net.run(keep, folder, options, addresses, timeout=3000, echo=False)
         loss = json.loads((Path(folder) / "finished").read_text())["loss"]
         found = {
             path.name: [json.loads(x) for x in path.read_text().splitlines()] for path in Path(folder).glob("m*.*")
@@ -176,7 +178,8 @@ def summarise(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             first[line["step"]] = min(line["at"], first.get(line["step"], line["at"]))
         norms = [line["residual"] for line in counted if line["residual"] is not None]
         (kept if name in survivors else lost).extend(norms[-1:])
-    times = [first[step] for step in sorted(first)]
+    begun = min(line["step"] for lines in found.values() for line in lines if line["size"] == MEMBERS)
+    times = [first[step] for step in sorted(first) if step >= begun]
     gaps = [b - a for a, b in itertools.pairwise(times)]
     return {
         "steps": len(first), "seconds": times[-1] - times[0], "longest_pause": max(gaps),

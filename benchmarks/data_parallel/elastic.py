@@ -4,9 +4,10 @@
     python benchmarks/data_parallel/elastic.py --steps 60 --deaths 1
 
 A model of a million parameters predicts the next byte of this project's documentation. A run ends when as many batches
-have counted as four members make in `--steps` steps. Times are from the first step with all four on. Printed, and written to --json: the longest time between two steps
-that counted, in how many steps weights differed between members (0 is right), the held-out loss of both runs, deaths,
-steps that did not count, and the residuals that were lost with the dead (their norm beside that of a survivor).
+have counted as four members make in `--steps` steps. Printed, and written to --json: the longest time between two steps
+that counted (from the first one with all four on), in how many steps weights differed between members (0 is right), the
+held-out loss of both runs, deaths, steps that did not count, and the residuals that were lost with the dead (their norm
+beside that of a survivor).
 """
 
 from __future__ import annotations

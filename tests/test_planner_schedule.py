@@ -74,6 +74,7 @@ def test_single_stage_lists_equal_what_torch_performs(name: str, cls: str, ranks
             backward_one_chunk=lambda m, *a, at=rank, c=calls, **k: c.append(f"{at}B{m}"),
             get_fwd_recv_ops=lambda m: [], get_fwd_send_ops=lambda m: [], get_bwd_recv_ops=lambda m: [],
             get_bwd_send_ops=lambda m: [], perform_reduce_grad=lambda n: None,
+            release_fwd_send_outputs=lambda m: None,  # since torch 2.15
         )  # fmt: skip
         loop = object.__new__(getattr(torch_schedules, cls))
         vars(loop).update(

@@ -17,7 +17,7 @@ from thinwire.collectives.early import Early, PointToPoint
 from thinwire.collectives.members import Elastic, Members, TorchMembers
 from thinwire.collectives.transit import Transit
 from thinwire.errors import UsageError
-from thinwire.torch_private.groups import NUMBERS, is_known, timeout_of
+from thinwire.torch_private.groups import NUMBERS, is_known, is_named_by_count, timeout_of
 
 
 class Alone:
@@ -128,7 +128,7 @@ def new_group(
     ever. So the members first agree on one, over `among`, that none of them has used.
     """
     timeout = timeout_of(among)
-    if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks):
+    if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks) and not is_named_by_count():
         return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
     lowest = torch.tensor([NUMBERS.lowest()], device="cuda" if dist.get_backend(among) == "nccl" else "cpu")
     dist.all_reduce(lowest, op=dist.ReduceOp.MAX, group=among)

@@ -31,7 +31,7 @@ class GroupNumbers:
     torch makes the name of the ranks and a number, and the members meet in the store under that name, where addresses
     stay. So a second group of that name would find the addresses of the first, which may be gone. The number is how
     many groups the rank knows, or since torch 2.15 how many it has made: the first falls when a group is destroyed, and
-    both differ between ranks.
+    both differ between ranks. Since 2.15 groups of all ranks have that number too.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,14 @@ class GroupNumbers:
 
     def lowest(self) -> int:
         """The lowest number that was not used on this rank."""
-        return self.next if _is_named_by_count() else max(self.next, len(distributed_c10d._world.pg_names))
+        return self.next if is_named_by_count() else max(self.next, len(distributed_c10d._world.pg_names))
 
     @contextmanager
     def take(self, number: int) -> Iterator[None]:
         """Inside, one group of members is named by this number, which is at least `lowest`."""
         known: Any = distributed_c10d._world
         self.next = number + 1
-        if not _is_named_by_count():
+        if not is_named_by_count():
             while len(known.pg_names) < number:
                 known.pg_names[_NoGroup()] = f"no group {len(known.pg_names)}"
             yield
@@ -72,7 +72,7 @@ class _NoGroup:
         """Called instead of that after an error."""
 
 
-def _is_named_by_count() -> bool:
+def is_named_by_count() -> bool:
     """Does this torch name groups by how many were made, and not by how many are known?"""
     known: Any = distributed_c10d._world
     before = distributed_c10d._hash_ranks_to_str([0])

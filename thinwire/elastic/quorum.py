@@ -15,6 +15,7 @@ from thinwire.elastic.healing import Healing
 from thinwire.elastic.packing import nbytes
 from thinwire.elastic.require import require_torchft
 from thinwire.errors import InvalidExchange, RunFailed, UsageError
+from thinwire.torch_private.torchft import is_connected, quorum_number
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -88,7 +89,7 @@ class Quorum(DirectMembers, Elastic):
 
     @property
     def number(self) -> int:
-        return -1 if self.manager is None else int(self.manager._quorum_id)
+        return -1 if self.manager is None else quorum_number(self.manager)
 
     @property
     def committed(self) -> int:
@@ -100,7 +101,7 @@ class Quorum(DirectMembers, Elastic):
 
     def process_group(self) -> dist.ProcessGroup:
         self._begun()
-        if self.connections._pg is None:
+        if not is_connected(self.connections):
             raise RuntimeError("the connections to the other members were closed in this step")
         return self.connections.parent
 

@@ -21,6 +21,7 @@ from thinwire.distributed.precompile import precompile
 from thinwire.distributed.streams import describe_streams, measure_streams
 from thinwire.errors import UsageError
 from thinwire.memory import Delta, Plain
+from thinwire.pipeline.counters import ONCE
 from thinwire.pipeline.message_choice import Plan
 from thinwire.pipeline.precompile import try_link
 from thinwire.planner.settings import read_wire
@@ -237,11 +238,21 @@ def build(
         if config.mesh.pp == 1
         else Piped(_with_depth(config, decision), wire, plan, mesh, stages, len(samples.train), say)
     )
+    steps = _say_if_once(config, wire, batches.steps_per_epoch, say)
     chosen = select(config, wire, decision, stages, named)
     shared = [] if config.mesh.pp == 1 else next(iter(stages.values())).shared
     update = Update(config, chosen, mesh, named, _tied(stages), rows, batches.steps_per_epoch, shared)
-    steps = total_steps(config.optim, batches.steps_per_epoch)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
+
+
+def _say_if_once(config: TrainConfig, wire: Wire, epoch: int, say: Callable[[str], None]) -> int:
+    """How many steps the run has; said where a wire would remember samples that never come again in them.
+
+    epoch: steps of one."""
+    steps = total_steps(config.optim, epoch)
+    if config.mesh.pp > 1 and wire.forward is not None and wire.forward.remembers_samples and steps <= epoch:
+        say(f"[wire.forward] memory: no sample comes again within one epoch ({steps} of {epoch} steps); {ONCE}")
+    return steps
 
 
 def _precompile(

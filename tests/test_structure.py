@@ -22,6 +22,8 @@ LEVELS = [
     ("planner", "terminal"),
     ("lab", "data_parallel", "pipeline", "elastic"),
     ("local_steps",),
+    ("lab", "data_parallel", "pipeline"),
+    ("local_steps", "boundaries"),
     ("train", "theory", "parallel"),
     ("thinwire",),  # the public names
     ("report", "bench", "doctor"),

@@ -12,10 +12,11 @@ posted at all boundaries at once: they take two latencies, however many stages t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.boundaries.projected import BoundedStage, Projected, Subspace
 from thinwire.boundaries.stiefel import EntryAdam, StiefelAdam
@@ -23,7 +24,14 @@ from thinwire.collectives.groups import Group, destroy, twin, unmetered, world
 from thinwire.distributed.config_check import check_agreement
 from thinwire.distributed.values import gather_json
 from thinwire.errors import UsageError
-from thinwire.pipeline.framed_stage import FramedStage
+
+
+class PlacedStage(Protocol):
+    """What is asked of a stage: CompressedStage has it. group: the ranks of the pipeline."""
+
+    stage_index: int
+    submod: nn.Module
+    group: dist.ProcessGroup | None
 
 
 class Boundaries:
@@ -38,7 +46,7 @@ class Boundaries:
     replicas: the ranks that hold the same stages, over which gradients are averaged; None: there are none.
     """
 
-    def __init__(self, stages: Sequence[FramedStage], replicas: Group = None) -> None:
+    def __init__(self, stages: Sequence[PlacedStage], replicas: Group = None) -> None:
         modules = {stage.stage_index: stage.submod for stage in stages}
         bounded = {index: module for index, module in modules.items() if isinstance(module, BoundedStage)}
         if not stages or len(bounded) < len(stages):

@@ -2,7 +2,8 @@
 
 Data parallel: `compress_ddp`, `compress_fsdp`, `compress_trainer`, `Reducer`, `TiedEmbedding`, `TiedRows`,
 `RowEmbedding`, `all_reduce`, `read_state`. Between sites: `LocalSteps`, `local_steps`. Pipeline: `CompressedStage`,
-`Pipeline`, `Plan`; boundaries that learn: `Projected`, `Boundaries`.
+`Pipeline`, `Plan`; boundaries that learn: `Projected`, `Boundaries`,
+`attach_boundaries`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _HOME = {
     "Plan": "thinwire.pipeline.message_choice",
     "Projected": "thinwire.boundaries.projected",
     "Boundaries": "thinwire.boundaries.synchronise",
+    "attach_boundaries": "thinwire.train.model.boundaries",
 }
 
 __all__ = list(_HOME)

@@ -39,7 +39,7 @@ from thinwire.train.model.blueprint import Blueprint, build_stages, named_parame
 from thinwire.train.model.encoder import check_schedule
 from thinwire.train.model.families import Classes, read_supported
 from thinwire.train.model.stage import Stage
-from thinwire.train.tune.auto import Decision, check_auto, decide, forms, is_kept
+from thinwire.train.tune.auto import Decision, check_auto, decide, forms, is_asked, is_kept
 from thinwire.train.tune.layer_times import cut_by_time
 from thinwire.train.tune.selection import select, with_fitting_rank
 from thinwire.train.update import Update
@@ -65,6 +65,12 @@ class Parts:
         """Nothing more is trained with it: free its threads, groups and files."""
         self.engine.close()
         self.update.close()
+
+    @property
+    def cut(self) -> Tensor:
+        """Which layers are on which stage: the state of a boundary can only be used under the same split."""
+        mesh = self.config.mesh
+        return torch.tensor([mesh.pp, mesh.tp, *(run.stop for run in self.blueprint.layers), *mesh.plan().rank_of])
 
     def about(self) -> dict[str, Any]:
         """The first event of a run, "run": the name of its wire, mesh, wire, sizes."""
@@ -108,6 +114,8 @@ def check(config: TrainConfig) -> Checked:
     blueprint = plan_model(config.model, stages, tokenizer.size, config.data.seq_len, classes)
     tensor.check(blueprint.config, config.model.lora is not None, config.mesh.tp)
     check_schedule(blueprint.family, config.mesh.schedule)
+    mesh, hidden = config.mesh, blueprint.hidden
+    config.boundary.check(mesh.pp, mesh.tp, hidden, config.model.lora is not None, is_asked(wire))
     return Checked(_with_embedding(wire, config, blueprint), samples, blueprint)
 
 

@@ -8,10 +8,15 @@ from train_ranks import settings
 
 from thinwire import codecs as c
 from thinwire import memory as m
+from thinwire.codecs import frame as framing
 from thinwire.config.wire import Link, Wire
 from thinwire.pipeline import counters
 from thinwire.pipeline.counters import StoreReport
 from thinwire.pipeline.lane import Lane, Message
+from thinwire.planner.config import read_run
+from thinwire.planner.predict import predict
+from thinwire.planner.settings import preset
+from thinwire.planner.step import Traffic
 from thinwire.train.build import _say_if_once
 
 
@@ -61,3 +66,13 @@ def test_the_preset_keeps_nothing_of_samples():
     assert wire.forward == wire.backward == Link(c.Rotated(c.Quantize(4)))
     assert not wire.forward.remembers_samples and Wire.of("max").forward.remembers_samples
     assert (wire.gradient, wire.embedding) == (Wire.of("max").gradient, Wire.of("max").embedding)
+
+
+def test_the_planner_prices_what_crosses_a_learned_boundary():
+    document = {
+        "model": {"layers": 2, "hidden": 256, "seq": 64, "vocab": 256, "crossing": 64},
+        "mesh": {"pp": 2}, "schedule": {"name": "1F1B"}, "batch": {"microbatches": 2, "size": 4},
+        "compute": {"flops": 1e9}, "network": {"rate": "100mbit"},
+    }  # fmt: skip
+    sent = predict(read_run(document), preset("scratch")).sent[Traffic.FORWARD]
+    assert sent == 2 * (framing.BYTES + c.Rotated(c.Quantize(4)).nbytes((4, 64, 64), torch.float32))

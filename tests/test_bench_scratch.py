@@ -41,7 +41,7 @@ def both(rows: list[str]) -> list[list[dict]]:
 @pytest.mark.timeout(120)
 def test_one_process_has_the_bits_of_real_ranks(one_thread):
     """Losses, weights and bytes after three steps of two micro-batches; learned boundaries and anchors too."""
-    names = ["rotated 3 bits", "learned d/4 + anchors, 4 bits"]
+    names = ["rotated 3 bits", "learned d/4 + anchors at 4 bits"]
     for name, ranks in zip(names, both(names)):
         model = sequence_of(ROWS[name], SMALL, 0)
         optimiser = torch.optim.AdamW(model.parameters(), lr=SMALL.rate, betas=(0.9, 0.95), foreach=True)
@@ -64,8 +64,8 @@ def test_seconds_are_the_published_ones():
     size = Yardstick()
     assert bytes_per_token(ROWS[DENSE], size) == pytest.approx(PUBLISHED[DENSE][0], rel=1e-4)
     assert seconds_per_step(ROWS[DENSE], size) == pytest.approx(PUBLISHED[DENSE][1], rel=1e-4)
-    assert seconds_per_step(ROWS["fixed subspace, bf16"], size) == pytest.approx(19.889, rel=0.01)  # 640 and not 644 B
-    learned = ROWS["learned d/4, 4 bits"]
+    assert seconds_per_step(ROWS["fixed subspace bf16"], size) == pytest.approx(19.889, rel=0.01)  # 640 and not 644 B
+    learned = ROWS["learned d/4 at 4 bits"]
     assert boundary_bytes(learned, size) == 4 * 1024 * 256 and boundary_bytes(ROWS[DENSE], size) == 0
     assert bytes_per_token(learned, size) == pytest.approx(2 * 256 * 4.125 / 8 + 2 * 4 * 1024 * 256 / 524_288, rel=1e-3)
 
@@ -82,13 +82,27 @@ def test_steps_are_counted_between_evaluations():
 
 
 def test_the_command_measures_resumes_and_draws(tmp_path, capsys):
-    words = ["bench", "scratch", "--quick", "--stages", "2", "--steps", "4", "--every", "2", "--only", "learned"]
+    words = [
+        "bench",
+        "scratch",
+        "--quick",
+        "--stages",
+        "2",
+        "--steps",
+        "4",
+        "--every",
+        "2",
+        "--only",
+        "learned",
+        "--opened",
+        "2",
+    ]
     out = tmp_path / "rows.json"
     assert main([*words, "--json", str(out), "--figure", str(tmp_path / "f.png")]) == 0
     document = json.loads(out.read_text())
-    assert [row["row"] for row in document["rows"]] == [DENSE, "learned d/4, 4 bits"]
+    assert [row["row"] for row in document["rows"]] == [DENSE, "learned d/4 at 4 bits"]
     assert document["rows"][0]["time_ratio"] == 1 and (tmp_path / "f.png").stat().st_size > 10_000
-    assert "T / T dense" in capsys.readouterr().out
+    assert "T / T dense" in capsys.readouterr().out and [step for step, _ in document["runs"][1]["opened"]] == [0, 2]
     assert main([*words, "--json", str(out), "--resume"]) == 0
     assert json.loads(out.read_text())["runs"] == document["runs"]
     assert main([*words, "--json", str(out), "--resume", "--width", "32"]) == 2

@@ -113,6 +113,11 @@ def show(document: dict[str, Any], setup: Scratch) -> None:
         f"this model; >: dense's loss was not reached; published: a fixed subspace, T / T dense = {PUBLISHED_RATIO:.2f}"
     )
     table(f"From scratch: {model}", columns, lines, caption)
+    opened = [one for one in document["runs"] if "opened" in one]
+    if opened:
+        rows = [(one["row"], one["seed"], one["losses"][-1][1], *(loss for _, loss in one["opened"])) for one in opened]
+        heads = [f"opened, {step} steps" for step, _ in opened[0]["opened"]]
+        table("Held-out loss without the boundaries", ("row", "seed", "with them", *heads), rows)
     if document["lab"]:
         shown = [(one["row"], one["sent"], one["seconds"]) for one in document["lab"]]
         table("On real links of 200 Mb/s and 50 ms, this size", ("row", "bytes sent per step", "s per step"), shown)

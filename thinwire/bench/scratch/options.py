@@ -33,6 +33,7 @@ class Scratch:
 
     stages: of one layer each. width: of hidden states. length: bytes of a sample. rows: samples per step.
     steps: of dense; the others stop where they reach its loss. most: times dense's steps after which a row stops.
+    opened: steps that a model with boundaries in a subspace goes on for without them, dense, at its end.
     every: steps between evaluations. held_out: samples evaluated on. rate: AdamW's, after `warmup` steps.
     """
 
@@ -42,6 +43,7 @@ class Scratch:
     rows: int = 16
     steps: int = 2000
     most: float = 2.0
+    opened: int = 0
     every: int = 25
     held_out: int = 64
     rate: float = 1e-3
@@ -54,8 +56,8 @@ class Scratch:
 
 
 FEW = {"stages": 4, "width": 64, "length": 64, "rows": 4, "steps": 40, "every": 10, "held_out": 16, "warmup": 5}
-WHOLE = ("stages", "width", "length", "rows", "steps", "every", "held_out", "warmup")
-LEAST = {"stages": 2, "width": 16}
+WHOLE = ("stages", "width", "length", "rows", "steps", "opened", "every", "held_out", "warmup")
+LEAST = {"stages": 2, "width": 16, "opened": 0}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -46,11 +46,11 @@ ROWS = {
         Row(DENSE, BF16),
         *(Row(f"direct {bits} bits", _direct(bits)) for bits in BITS),
         *(Row(f"rotated {bits} bits", _rotated(bits)) for bits in BITS),
-        Row("fixed subspace, bf16", BF16, PUBLISHED_SHARE),
-        Row("learned d/4, 8 bits", _rotated(8), 0.25, 0.1),
-        Row("learned d/4, 4 bits", _rotated(4), 0.25, 0.1),
-        Row("learned d/4 + anchors, 4 bits", _rotated(4), 0.25, 0.1, 16),
-        Row("learned d/2, 4 bits", _rotated(4), 0.5, 0.1),
+        Row("fixed subspace bf16", BF16, PUBLISHED_SHARE),
+        Row("learned d/4 at 8 bits", _rotated(8), 0.25, 0.1),
+        Row("learned d/4 at 4 bits", _rotated(4), 0.25, 0.1),
+        Row("learned d/4 + anchors at 4 bits", _rotated(4), 0.25, 0.1, 16),
+        Row("learned d/2 at 4 bits", _rotated(4), 0.5, 0.1),
     )
 }
-QUICK = (DENSE, "direct 3 bits", "rotated 4 bits", "fixed subspace, bf16", "learned d/4, 4 bits")
+QUICK = (DENSE, "direct 3 bits", "rotated 4 bits", "fixed subspace bf16", "learned d/4 at 4 bits")

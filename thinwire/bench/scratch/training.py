@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.bench.pipeline_options import Setup
 from thinwire.bench.pipeline_ranks import VOCABULARY, loss_of, stages_of
 from thinwire.bench.scratch.options import Scratch
-from thinwire.bench.scratch.rows import Row
+from thinwire.bench.scratch.rows import DENSE, ROWS, Row
 from thinwire.bench.scratch.sequence import Sequence
 from thinwire.boundaries.projected import Projected
 from thinwire.config.wire import Wire
@@ -27,7 +27,7 @@ def text(setup: Scratch, seed: int) -> tuple[Tensor, Tensor]:
     """Samples to train on, each once, in the order of the seed, and held-out ones: uint8[samples, length + 1].
 
     Bytes of Python's library, cut by file: every tenth file is held out."""
-    need = int(setup.steps * setup.most) * setup.rows
+    need = (int(setup.steps * setup.most) + setup.opened) * setup.rows
     parts: tuple[bytearray, bytearray] = bytearray(), bytearray()
     for number, document in enumerate(read_documents(DataConfig(corpus_bytes=2**40))):
         parts[number % TENTH == 0].extend((document.text or "").encode())
@@ -84,16 +84,37 @@ def train(
         _train_step(model, optimiser, batch, rate)
         computing += time.perf_counter() - began
         if (step + 1) % setup.every == 0 or step + 1 == limit:
-            held = float(loss_of(model.evaluate(held_out[:, :-1].long()), held_out[:, 1:].long()))
+            held = _held_out(model, held_out)
             losses.append((step + 1, held))
             advance(f"{row.name}, seed {seed}, step {step + 1}: {held:.4f}", setup.every)
             if target is not None and held <= target and step + 1 >= setup.steps:
                 break
-    tokens = len(losses) and losses[-1][0] * setup.tokens * (setup.stages - 1)
-    return {
-        "row": row.name, "seed": seed, "losses": losses, "bytes_per_token": model.sent() / tokens,
-        "seconds": computing / losses[-1][0],
+    done = losses[-1][0]
+    out = {
+        "row": row.name, "seed": seed, "losses": losses, "seconds": computing / done,
+        "bytes_per_token": model.sent() / (done * setup.tokens * (setup.stages - 1)),
     }  # fmt: skip
+    if setup.opened and row.share < 1:
+        out["opened"] = _open(model, optimiser, setup, samples[done * setup.rows :], held_out, seed)
+    return out
+
+
+def _open(
+    model: Sequence, optimiser: torch.optim.Optimizer, setup: Scratch, samples: Tensor, held_out: Tensor, seed: int
+) -> list[tuple[int, float]]:
+    """Held-out losses without the boundaries, from now on: at once, and after so many steps of dense training."""
+    plain = Sequence(model.modules, wire_of(ROWS[DENSE]), setup.width, seed=seed)
+    losses = [(0, _held_out(plain, held_out))]
+    for step in range(setup.opened):
+        batch = samples[step * setup.rows : (step + 1) * setup.rows].long()
+        _train_step(plain, optimiser, batch, setup.rate)
+        if (step + 1) % setup.every == 0 or step + 1 == setup.opened:
+            losses.append((step + 1, _held_out(plain, held_out)))
+    return losses
+
+
+def _held_out(model: Sequence, samples: Tensor) -> float:
+    return float(loss_of(model.evaluate(samples[:, :-1].long()), samples[:, 1:].long()))
 
 
 def _train_step(model: Sequence, optimiser: torch.optim.Optimizer, batch: Tensor, rate: float) -> None:

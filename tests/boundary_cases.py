@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,10 @@ from thinwire.boundaries.projected import Projected
 from thinwire.boundaries.stiefel import EntryAdam, StiefelAdam
 from thinwire.boundaries.synchronise import Boundaries
 from thinwire.codecs import Quantize, Rotated
+from thinwire.codecs import frame as framing
 from thinwire.collectives.groups import Group
 from thinwire.config.wire import Link, Wire
+from thinwire.errors import RunFailed
 
 RATE, TOKENS = 0.05, 11
 SMALL = Projected(4, rate=0.5)
@@ -178,6 +182,26 @@ def skipped_step_moves_nothing() -> None:
     ends = [*run.boundaries.senders.values(), *run.boundaries.receivers.values()]
     check(run.pipe.skipped and all(p.grad is None for end in ends for p in end.parameters()), "gradients were kept")
     check_equal("skipped", run.weights(), before)
+
+
+def damaged_message_is_found() -> None:
+    """A flipped bit between the ends: the rank that receives it says so."""
+    run = Bounded("1F1B", 4, SMALL)
+    seal = framing.seal
+
+    def damaged(header: framing.Header, frame: Tensor) -> Tensor:
+        sealed = seal(header, frame)
+        sealed[40] ^= 1
+        return sealed
+
+    x, y = batch(8)
+    with run.pipe.step():
+        run.torch_step(x, y, [])
+    with mock.patch.object(framing, "seal", damaged):
+        gradients = {i: torch.ones(WIDTH * SMALL.rank) for i in run.boundaries.receivers}
+        empty = {i: torch.empty(WIDTH * SMALL.rank) for i in run.boundaries.senders}
+        with refused("cannot be used: frame is damaged", RunFailed) if empty else contextlib.nullcontext():
+            run.boundaries._move(empty, gradients, up=True)
 
 
 def replicas_train_as_one(config: Projected) -> None:

@@ -28,7 +28,7 @@ def trains(names: Iterable[str]) -> list[Case]:
 CASES: dict[int, list[Case]] = {
     2: [
         *trains(SCHEDULES), cases.anchors_train_as_straight_line_code, cases.resumed_boundaries_have_the_same_bits,
-        cases.skipped_step_moves_nothing, cases.ranks_must_agree,
+        cases.skipped_step_moves_nothing, cases.damaged_message_is_found, cases.ranks_must_agree,
     ],
     4: [*trains(("1F1B", "ZBV")), functools.partial(cases.replicas_train_as_one, cases.ANCHORED)],
 }  # fmt: skip

@@ -73,7 +73,7 @@ def test_a_run_resumes_bitwise_and_its_model_keeps_its_boundaries(tmp_path):
     assert exported_loss(whole, attached=True) == pytest.approx(held_out, rel=1e-5)
     assert abs(exported_loss(whole, attached=False) - held_out) > 1e-3 * held_out  # it computes something else
     sent = [e["gradient_bytes"] for e in events if e["kind"] == "step"]
-    own = 4 * (32 * 8 + 2 * (264 + 32))  # basis, tokens and lift; 264: tokens of the bytes' tokenizer
+    own = 16 + 4 * (32 * 8 + 2 * (264 + 32))  # a header, basis, tokens and lift; 264: tokens of the bytes' tokenizer
     assert {b - a for a, b in itertools.pairwise(sent)} == {2 * own}
 
 

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from thinwire.boundaries.projected import BoundedStage, Projected, Subspace
 from thinwire.boundaries.stiefel import EntryAdam, StiefelAdam
+from thinwire.codecs import frame as framing
+from thinwire.codecs.base import from_raw, raw_bytes
 from thinwire.collectives.groups import Group, destroy, twin, unmetered, world
 from thinwire.distributed.config_check import check_agreement
 from thinwire.distributed.values import gather_json
-from thinwire.errors import UsageError
+from thinwire.errors import RunFailed, UsageError
 
 
 class PlacedStage(Protocol):
@@ -53,7 +55,6 @@ class Boundaries:
             raise UsageError("Boundaries takes this rank's CompressedStages, whose modules Projected.around made")
         self.pipeline = stages[0].group
         self.replicas = replicas
-        self.replica = 0 if replicas is None else world(replicas)[1]
         self.senders = {index: module.out for index, module in sorted(bounded.items()) if module.out is not None}
         self.receivers = {index - 1: m.into for index, m in sorted(bounded.items()) if m.into is not None}
         self.config = self._agreed()
@@ -61,6 +62,7 @@ class Boundaries:
         self.group = twin(self.pipeline) if world(self.pipeline)[0] > 1 else None
         self.rules = {index: _rules(end) for index, end in self.senders.items()}
         self.steps = 0
+        self.moves = 0  # exchanges between both ends
         self.sent = 0  # bytes of this rank so far, without those of replicas
         self._hand_out()
 
@@ -84,7 +86,7 @@ class Boundaries:
     def nbytes(self) -> int:
         """Of one end's message at one boundary; a step in which the boundary learns has one in each direction."""
         ends = [*self.senders.values(), *self.receivers.values()]
-        return sum(parameter.nbytes for parameter in ends[0].parameters()) if ends else 0
+        return framing.BYTES + sum(parameter.nbytes for parameter in ends[0].parameters()) if ends else 0
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank knows of its boundaries. Ranks that know the same have the same names for it."""
@@ -178,7 +180,9 @@ class Boundaries:
     def _move(self, into: dict[int, Tensor], leaving: dict[int, Tensor], up: bool) -> None:
         """Messages of all boundaries at once: from receivers to senders (`up`), or back. By boundary."""
         me = world(self.pipeline)[1]
+        self.moves += 1
         operations: list[dist.P2POp] = []
+        arriving: dict[int, Tensor] = {}
         for index in sorted({*into, *leaving}):
             sender, receiver = self.rank_of[index], self.rank_of[index + 1]
             if sender == receiver:
@@ -186,11 +190,33 @@ class Boundaries:
                 continue
             peer = receiver if me == sender else sender
             way: Callable[..., dist.Work | None]
-            way, tensor = (dist.irecv, into[index]) if index in into else (dist.isend, leaving[index])
-            self.sent += 0 if index in into else tensor.nbytes
-            operations.append(dist.P2POp(way, tensor, group=self.group, group_peer=peer, tag=2 * index + up))
+            if index in into:
+                way, frame = dist.irecv, _frame(into[index])
+                arriving[index] = frame
+            else:
+                way, frame = dist.isend, framing.seal(self._header(index, up), _frame(leaving[index]))
+                self.sent += frame.nbytes
+            operations.append(dist.P2POp(way, frame, group=self.group, group_peer=peer, tag=2 * index + up))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
+        for index, frame in arriving.items():
+            into[index].copy_(self._opened(frame, index, up))
+
+    def _header(self, index: int, up: bool) -> framing.Header:
+        return framing.Header(0, 0, self.moves, framing.key_hash(f"boundary {index} {'up' if up else 'down'}"))
+
+    def _opened(self, frame: Tensor, index: int, up: bool) -> Tensor:
+        """What a frame holds; RunFailed where it arrived damaged: both ends would no longer be one."""
+        try:
+            _, body = framing.unseal(frame, self._header(index, up))
+        except ValueError as error:
+            raise RunFailed(f"the learned boundary {index}→{index + 1}: a message cannot be used: {error}") from error
+        return from_raw(body, torch.float32)
+
+
+def _frame(values: Tensor) -> Tensor:
+    """Room for a header, and the values' bytes."""
+    return torch.cat((torch.zeros(framing.BYTES, dtype=torch.uint8, device=values.device), raw_bytes(values)))
 
 
 def _rules(end: Subspace) -> dict[str, StiefelAdam | EntryAdam]:

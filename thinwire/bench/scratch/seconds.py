@@ -43,7 +43,7 @@ def boundary_bytes(row: Row, size: Yardstick) -> int:
     """Of what a learned boundary sends of itself in a step, one way: gradients, or new values, in float32."""
     if row.rate == 0:
         return 0
-    return 4 * (size.width * row.rank(size.width) + row.anchors * (size.vocabulary + size.width))
+    return framing.BYTES + 4 * (size.width * row.rank(size.width) + row.anchors * (size.vocabulary + size.width))
 
 
 def bytes_per_token(row: Row, size: Yardstick) -> float:

@@ -14,6 +14,8 @@ from thinwire.errors import UsageError
 
 COLOURS = {"dense": "#000000", "direct": "#999999", "rotated": "#0072B2", "fixed": "#CC79A7", "learned": "#D55E00"}
 
+TICKS = (256, 512, 1024, 2048, 4096)  # bytes per token
+
 
 def draw(document: dict[str, Any], path: str | Path) -> None:
     """Draw `document`, what the command writes as JSON, to `path`."""
@@ -43,6 +45,8 @@ def draw(document: dict[str, Any], path: str | Path) -> None:
                 textcoords="offset points",
             )  # fmt: skip
     right.set(xscale="log", xlabel="bytes per token, both ways, width 1024", ylabel="held-out loss over dense's, %")
+    right.set_xticks(TICKS, [str(tick) for tick in TICKS])
+    right.minorticks_off()
     right.set_title("loss after dense's steps")
     for axes in (left, right):
         axes.grid(alpha=0.3)

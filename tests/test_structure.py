@@ -21,8 +21,6 @@ LEVELS = [
     ("config",),
     ("planner", "terminal"),
     ("lab", "data_parallel", "pipeline", "elastic"),
-    ("local_steps",),
-    ("lab", "data_parallel", "pipeline"),
     ("local_steps", "boundaries"),
     ("train", "theory", "parallel"),
     ("thinwire",),  # the public names

@@ -21,7 +21,7 @@ LEVELS = [
     ("config",),
     ("planner", "terminal"),
     ("lab", "data_parallel", "pipeline", "elastic"),
-    ("local_steps",),
+    ("local_steps", "boundaries"),
     ("train", "theory", "parallel"),
     ("thinwire",),  # the public names
     ("report", "bench", "doctor"),

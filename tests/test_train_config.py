@@ -58,7 +58,7 @@ def test_the_lora_table_uncommented() -> None:
 @pytest.mark.parametrize(
     ("toml", "said"),
     [
-        ("[modle]", "[modle]: no such section; allowed are task, model, data, mesh, optim, run, wire"),
+        ("[modle]", "[modle]: no such section; allowed are task, model, data, mesh, optim, run, boundary, wire"),
         ("mesh = 3", "mesh = 3: must be a table, [mesh]"),
         ("wire = 3", "wire = 3: must be a table, [wire]"),
         ("[mesh]\ndpp = 2", "[mesh] dpp: no such key; allowed are dp, pp, tp"),

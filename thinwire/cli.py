@@ -42,6 +42,10 @@ BENCHES = {
     ),
     "optimus": ("thinwire.bench.optimus", "Optimus-CC's ladder and ours: step time, bytes, loss; which stages"),
     "faults": ("thinwire.bench.faults.options", "faults into small trainings: does each go on, roll back or say why?"),
+    "scratch": (
+        "thinwire.bench.scratch.options",
+        "from scratch over a pipeline: steps to a loss × seconds per step",
+    ),
     "pipeline": ("thinwire.bench.pipeline_options", "compressed activations and gradients: step time, bytes, loss"),
 }
 

@@ -60,11 +60,16 @@ class Link:
         if not callable(self.when) and self.when not in WHEN:
             raise UsageError(f"when = {self.when!r}: allowed are {', '.join(WHEN)}, or a function")
         _check_warmup(self.warmup)
-        if self.warmup and isinstance(self.memory, Memory) and self.memory.cold_start:
+        if self.warmup and isinstance(self.memory, Memory) and self.remembers_samples:
             raise UsageError(
                 f"warmup = {self.warmup!r}: memory {self.memory.name} would remember nothing of it; leave it out: a "
                 "sample's first message is in full precision, unless `cold` is given"
             )
+
+    @property
+    def remembers_samples(self) -> bool:
+        """Are messages coded against the same sample's last visit?"""
+        return isinstance(self.memory, Memory) and self.memory.cold_start
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 Data parallel: `compress_ddp`, `compress_fsdp`, `compress_trainer`, `Reducer`, `TiedEmbedding`, `TiedRows`,
 `RowEmbedding`, `all_reduce`, `read_state`. Between sites: `LocalSteps`, `local_steps`. Pipeline: `CompressedStage`,
-`Pipeline`, `Plan`.
+`Pipeline`, `Plan`; boundaries that learn: `Projected`, `Boundaries`,
+`attach_boundaries`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ _HOME = {
     "CompressedStage": "thinwire.pipeline.stage",
     "Pipeline": "thinwire.pipeline.pipeline",
     "Plan": "thinwire.pipeline.message_choice",
+    "Projected": "thinwire.boundaries.projected",
+    "Boundaries": "thinwire.boundaries.synchronise",
+    "attach_boundaries": "thinwire.train.model.boundaries",
 }
 
 __all__ = list(_HOME)

@@ -1,10 +1,10 @@
-"""Counters of a pipeline rank, and how large its stores of samples are or will become."""
+"""Counters of a pipeline rank, how large its stores of samples are or will become, and whether they are of use."""
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from thinwire.errors import UsageError
 from thinwire.memory.store import RamStore, parse_capacity
 from thinwire.pipeline.lane import Lane
 from thinwire.quantities import show_bytes
+
+LONG = 1000  # training steps after which it is said that no sample has come again, where their number is unknown
+ONCE = "samples that come once are better sent by the preset 'scratch': 4 bits each way, no memory of samples"
 
 
 @dataclass(frozen=True)
@@ -113,3 +116,35 @@ def store_estimate(lanes: Iterable[Lane], samples: int | None) -> list[str]:
             line if samples is None else f"{line}, {show_bytes(per_sample_bytes * samples)} for {samples} samples"
         )
     return out
+
+
+class StoreReport:
+    """Says how large the stores of samples are, and once, if it is so, that no sample has come again.
+
+    samples, row and say: Pipeline's.
+    """
+
+    def __init__(self, samples: int | None, row: Sequence[int] | None, say: Callable[[str], None]) -> None:
+        self.samples = samples
+        self.row = row
+        self.say = say
+        self.steps = 0  # that were kept
+        self.watching = True
+
+    def before(self, lanes: Sequence[Lane]) -> None:
+        """All lanes are there, and nothing has been sent."""
+        for line in () if self.row is None else store_forecast(lanes, self.samples, self.row):
+            self.say(line)
+
+    def after(self, lanes: Sequence[Lane], first: bool) -> None:
+        """A training step was kept; `first`: of the whole run."""
+        self.steps += 1
+        for line in store_estimate(lanes, self.samples) if first and self.row is None else ():
+            self.say(line)
+        for lane in [lane for lane in lanes if lane.per_sample][:1] if self.watching else ():
+            visits = [channel.stats for channel in lane.coded.values()]
+            cold, warm = sum(stats.cold for stats in visits), sum(stats.warm for stats in visits)
+            enough = self.steps >= LONG if self.samples is None else cold > self.samples
+            if enough and not warm:
+                self.say(f"{lane.name}: none of {cold} samples has come again in {self.steps} steps; {ONCE}")
+            self.watching = not enough and not warm

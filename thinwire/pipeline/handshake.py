@@ -255,6 +255,6 @@ def _choices(stage: PlannedStage, plan: Plan, ranks: int) -> dict[str, MessageCh
 
 
 def _per_sample(link: Link | None) -> str:
-    if link is None or isinstance(link.memory, str) or not link.memory.cold_start:
+    if link is None or isinstance(link.memory, str) or not link.remembers_samples:
         return ""
     return f"[wire.forward] memory {link.memory.name}"

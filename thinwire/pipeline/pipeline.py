@@ -28,7 +28,7 @@ from thinwire.distributed.summary import Summary
 from thinwire.errors import UsageError
 from thinwire.pipeline.announce import Announcement, Ids, announcement
 from thinwire.pipeline.checkpoint import own_part, restore, state_of
-from thinwire.pipeline.counters import Counters, store_estimate, store_forecast
+from thinwire.pipeline.counters import Counters, StoreReport
 from thinwire.pipeline.framed_stage import FramedStage
 from thinwire.pipeline.handshake import Handshake, shake_hands
 from thinwire.pipeline.lane import Lane
@@ -55,7 +55,7 @@ class Pipeline:
     samples: in the data set; for the estimate of the stores' size.
     row: the shape of one sample's activation. With it that estimate and the kernels are made before the first step (a
     disk without room for the stores is then an error).
-    say: takes the lines about stores and kernels.
+    say: takes the lines about stores and kernels, and one where no sample comes again.
     overlap: frames travel while the stages compute (overlap.py).
     """
 
@@ -76,9 +76,7 @@ class Pipeline:
         self.evaluate = evaluate
         self.plan = plan or Plan()
         self.scale = scale or (lambda: 1.0)
-        self.samples = samples
-        self.row = None if row is None else tuple(row)
-        self.say = say
+        self.report = StoreReport(samples, row, say)
         self.overlap = overlap
         self.handshake: Handshake | None = None
         self.announced: Announcement | None = None  # the open step
@@ -94,8 +92,8 @@ class Pipeline:
         self._found_mirrors = False  # of any sample of this step
         for stage in self.stages:
             stage.owner = self
-        if self.row is not None:
-            precompile_messages(self.stages[0].wire, self.stages[0].submod, self.row, say)
+        if row is not None:
+            precompile_messages(self.stages[0].wire, self.stages[0].submod, tuple(row), say)
 
     # --- a step
 
@@ -167,8 +165,7 @@ class Pipeline:
             modules = {stage.stage_index: stage.submod for stage in self.stages}
             self._shapes = Shapes(modules, found.rank_of, self.group, self.device)
             self.handshake = found
-            for line in () if self.row is None else store_forecast(self.lanes(), self.samples, self.row):
-                self.say(line)
+            self.report.before(self.lanes())
         return self.handshake
 
     def _inputs(self, shape: tuple[int, ...]) -> list[list[Spec]] | None:
@@ -218,9 +215,8 @@ class Pipeline:
                 ending.callback(stage.end_step, failed)
             for lane in self.lanes():
                 ending.callback(lane.end_step, keep, count)
-        for line in store_estimate(self.lanes(), self.samples) if keep and self.steps == 1 and self.row is None else ():
-            self.say(line)
         if keep:
+            self.report.after(self.lanes(), first=self.steps == 1)
             self._scale = self._step_scale
             self._warn_of_shape()
 

@@ -18,7 +18,7 @@ from thinwire.planner.step import Machine, Work
 from thinwire.quantities import parse_rate, parse_time
 
 KEYS = {
-    "model": ("layers", "hidden", "seq", "vocab", "tied", "parameters"),
+    "model": ("layers", "hidden", "seq", "vocab", "tied", "parameters", "crossing"),
     "mesh": ("dp", "pp", "tp"),
     "schedule": ("name", "virtual", "csv"),
     "batch": ("microbatches", "size"),
@@ -138,9 +138,11 @@ def _model(table: Mapping[str, Any]) -> Model:
     sizes = {key: _count("model", table, key) for key in ("layers", "hidden", "seq")}
     vocab = _count("model", table, "vocab", 0, least=0)
     parameters = _count("model", table, "parameters", 0, least=0)
+    crossing = _count("model", table, "crossing", 0, least=0)
     if not vocab and not parameters:
         raise UsageError("[model]: give vocab, or parameters (of the layers)")
-    return Model(**sizes, vocab=vocab, tied=_flag("model", table, "tied", True), parameters=parameters)
+    tied = _flag("model", table, "tied", True)
+    return Model(**sizes, vocab=vocab, tied=tied, parameters=parameters, crossing=crossing)
 
 
 def _schedule(table: Mapping[str, Any], pp: int, microbatches: int, folder: Path) -> Schedule:

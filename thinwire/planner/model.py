@@ -23,6 +23,7 @@ class Model:
     vocab: int = 0
     tied: bool = True  # input and output embedding are one parameter, on the first and the last stage
     parameters: int = 0  # of the layers, where they are not 12h² + 13h each
+    crossing: int = 0  # values of a hidden state that cross a boundary; 0: all of them
 
     def share(self, stages: int) -> list[int]:
         """Layers on each stage, as even as can be, the earlier stages taking the remainder."""

@@ -86,7 +86,7 @@ def _apart(run: Run, stage: int, to: int) -> tuple[int, int]:
 
 
 def _boundary(run: Run, setting: Setting | None, stage: int, to: int, cold: bool) -> Hop:
-    shape: Shape = (run.sequences, run.model.seq, run.model.hidden // run.tp)
+    shape: Shape = (run.sequences, run.model.seq, run.model.crossing or run.model.hidden // run.tp)
     nbytes = sizes.message_bytes(setting, shape, cold)
     link = run.network.link(*_apart(run, stage, to))
     raw = sizes.FP32 * values(shape) if setting else 0

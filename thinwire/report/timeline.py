@@ -103,7 +103,8 @@ def _sizes(run: Run, config: TrainConfig) -> dict[str, Any]:
     total = number(run.about, "parameters")
     embedding = known["vocab"] * known["hidden"] * (1 if known["tied"] else 2)
     rest = 0 if total is None else max(0, round(total) - embedding)
-    return {**known, "seq": config.data.seq_len} | ({"parameters": rest} if rest >= known["hidden"] else {})
+    sizes = {**known, "seq": config.data.seq_len, "crossing": config.boundary.rank}
+    return sizes | ({"parameters": rest} if rest >= known["hidden"] else {})
 
 
 def _checkpoint(run: Run, model: ModelConfig) -> Mapping[str, Any]:

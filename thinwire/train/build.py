@@ -21,6 +21,7 @@ from thinwire.distributed.precompile import precompile
 from thinwire.distributed.streams import describe_streams, measure_streams
 from thinwire.errors import UsageError
 from thinwire.memory import Delta, Plain
+from thinwire.pipeline.counters import ONCE
 from thinwire.pipeline.message_choice import Plan
 from thinwire.pipeline.precompile import try_link
 from thinwire.planner.settings import read_wire
@@ -38,7 +39,7 @@ from thinwire.train.model.blueprint import Blueprint, build_stages, named_parame
 from thinwire.train.model.encoder import check_schedule
 from thinwire.train.model.families import Classes, read_supported
 from thinwire.train.model.stage import Stage
-from thinwire.train.tune.auto import Decision, check_auto, decide, forms, is_kept
+from thinwire.train.tune.auto import Decision, check_auto, decide, forms, is_asked, is_kept
 from thinwire.train.tune.layer_times import cut_by_time
 from thinwire.train.tune.selection import select, with_fitting_rank
 from thinwire.train.update import Update
@@ -64,6 +65,12 @@ class Parts:
         """Nothing more is trained with it: free its threads, groups and files."""
         self.engine.close()
         self.update.close()
+
+    @property
+    def cut(self) -> Tensor:
+        """Which layers are on which stage: the state of a boundary can only be used under the same split."""
+        mesh = self.config.mesh
+        return torch.tensor([mesh.pp, mesh.tp, *(run.stop for run in self.blueprint.layers), *mesh.plan().rank_of])
 
     def about(self) -> dict[str, Any]:
         """The first event of a run, "run": the name of its wire, mesh, wire, sizes."""
@@ -107,6 +114,8 @@ def check(config: TrainConfig) -> Checked:
     blueprint = plan_model(config.model, stages, tokenizer.size, config.data.seq_len, classes)
     tensor.check(blueprint.config, config.model.lora is not None, config.mesh.tp)
     check_schedule(blueprint.family, config.mesh.schedule)
+    mesh, hidden = config.mesh, blueprint.hidden
+    config.boundary.check(mesh.pp, mesh.tp, hidden, config.model.lora is not None, is_asked(wire))
     return Checked(_with_embedding(wire, config, blueprint), samples, blueprint)
 
 
@@ -237,11 +246,21 @@ def build(
         if config.mesh.pp == 1
         else Piped(_with_depth(config, decision), wire, plan, mesh, stages, len(samples.train), say)
     )
+    steps = _say_if_once(config, wire, batches.steps_per_epoch, say)
     chosen = select(config, wire, decision, stages, named)
     shared = [] if config.mesh.pp == 1 else next(iter(stages.values())).shared
     update = Update(config, chosen, mesh, named, _tied(stages), rows, batches.steps_per_epoch, shared)
-    steps = total_steps(config.optim, batches.steps_per_epoch)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
+
+
+def _say_if_once(config: TrainConfig, wire: Wire, epoch: int, say: Callable[[str], None]) -> int:
+    """How many steps the run has; said where a wire would remember samples that never come again in them.
+
+    epoch: steps of one."""
+    steps = total_steps(config.optim, epoch)
+    if config.mesh.pp > 1 and wire.forward is not None and wire.forward.remembers_samples and steps <= epoch:
+        say(f"[wire.forward] memory: no sample comes again within one epoch ({steps} of {epoch} steps); {ONCE}")
+    return steps
 
 
 def _precompile(

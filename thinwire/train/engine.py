@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from thinwire.boundaries.synchronise import Boundaries
 from thinwire.config.wire import Wire
 from thinwire.errors import UsageError
 from thinwire.pipeline.message_choice import Plan
@@ -22,6 +23,7 @@ from thinwire.train.config.sections import TrainConfig
 from thinwire.train.data.batches import Batch
 from thinwire.train.data.samples import IGNORED
 from thinwire.train.mesh import Mesh
+from thinwire.train.model.boundaries import bounded, learned_boundaries
 from thinwire.train.model.stage import Stage
 from thinwire.train.model.tensor_parallel import Sliced
 from thinwire.train.task.scores import Scores
@@ -78,8 +80,21 @@ class Alone:
         """Nothing is sent, so nothing can be damaged."""
         return 0
 
-    def settle(self, skipped: bool) -> None:
+    def settle(self, skipped: bool, rate: float) -> None:
         """Nothing is kept from step to step."""
+
+    def learned(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_learned(self, state: dict[str, Tensor], same_cut: bool) -> None:
+        if state:
+            raise UsageError(
+                "the checkpoint has learned boundaries, and this run has none: take its mesh and [boundary]"
+            )
+
+    @property
+    def boundary_sent(self) -> int:
+        return 0
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}
@@ -107,17 +122,23 @@ class Piped:
         self.microbatches = config.mesh.microbatches
         some = next(iter(stages.values()))
         weight = next(some.parameters())
-        self.width = some.config.hidden_size // config.mesh.tp
+        hidden = some.config.hidden_size // config.mesh.tp
+        self.width = config.boundary.rank or hidden  # of what crosses
         self.dtype = weight.dtype
         self.device = weight.device
         self.scores = _scores(some, self.device)
+        projected = learned_boundaries(config, some.config.vocab_size)
+        modules = {index: _sliced(_casting(stage, config), stage, mesh) for index, stage in sorted(stages.items())}
+        if projected is not None:
+            modules = bounded(projected, modules, self.rank_of, hidden, self.device)
         self.parts = [
             CompressedStage(
-                _sliced(_casting(stage, config), stage, mesh), index, len(self.rank_of), self.device, group=mesh.pp,
-                wire=wire, seed=config.run.seed, dropout="seed",
+                module, index, len(self.rank_of), self.device, group=mesh.pp, wire=wire, seed=config.run.seed,
+                dropout="seed",
             )
-            for index, stage in sorted(stages.items())
+            for index, module in modules.items()
         ]  # fmt: skip
+        self.boundaries = None if projected is None else Boundaries(self.parts, mesh.dp)
         self.loss = Loss(config.mesh.dp)
         row = config.data.seq_len, self.width
         overlap = config.mesh.depth > 1 or (self.device.type == "cuda" and config.mesh.schedule in SINGLE_STAGE)
@@ -148,7 +169,7 @@ class Piped:
             about = {"shape": shape, "ids": batch.ids, "next_ids": upcoming, "next_certain": upcoming is not None}
         with self.pipeline.step(**about, settles=done is None):
             target = {"target": batch.labels, "losses": losses} if self.last else {}
-            logits = self.schedule.step(*((batch.inputs,) if self.first else ()), **target, **_beside(batch))
+            logits = self.schedule.step(*((batch.inputs,) if self.first else ()), **target, **self._beside(batch))
             if self.scores is not None and self.last:
                 self.scores.add(logits, batch.labels)
             if done is not None:
@@ -170,7 +191,7 @@ class Piped:
                     x = torch.empty(*micro.inputs.shape, self.width, dtype=self.dtype, device=self.device)
                     for work in self._exchange(dist.irecv, x, self.rank_of[stage - 1]):
                         work.wait()
-                x = mine[stage].submod(x, **_beside(micro))
+                x = mine[stage].submod(x, **self._beside(micro))
                 if stage == len(self.rank_of) - 1:
                     total += self.loss(x, micro.labels)
                     if self.scores is not None:
@@ -189,9 +210,35 @@ class Piped:
         """What went wrong on this rank in the pass that waits for `settle`."""
         return len(self.pipeline.faults)
 
-    def settle(self, skipped: bool) -> None:
-        """End the pass: keep what it wrote, or drop it where the step is `skipped`; on all ranks alike."""
+    def _beside(self, batch: Batch) -> dict[str, Tensor]:
+        """What every stage is called with; learned boundaries may need the tokens."""
+        return _beside(batch) | ({"tokens": batch.inputs} if self.boundaries is not None else {})
+
+    def settle(self, skipped: bool, rate: float) -> None:
+        """End the pass: keep what it wrote, or drop it where the step is `skipped`; on all ranks alike. Boundaries that
+        learn do so at this learning rate."""
         self.pipeline.settle(skipped)
+        if self.boundaries is not None:
+            self.boundaries.step(rate, skipped)
+
+    def learned(self) -> dict[str, Tensor]:
+        """The state of boundaries that learn; empty without any."""
+        return {} if self.boundaries is None else self.boundaries.state_dict()
+
+    def load_learned(self, state: dict[str, Tensor], same_cut: bool) -> None:
+        """Go on from a `learned`; same_cut: it is of the same split, to which boundaries belong."""
+        if bool(state) != (self.boundaries is not None) or (state and not same_cut):
+            raise UsageError(
+                "[boundary] rank: learned boundaries belong to the split of their pipeline, and the checkpoint has "
+                f"{'other ones' if state else 'none'}: resume with its [mesh] and [boundary]"
+            )
+        if self.boundaries is not None:
+            self.boundaries.load_state_dict(state)
+
+    @property
+    def boundary_sent(self) -> int:
+        """Bytes of gradients and values of learned boundaries that this rank has sent."""
+        return 0 if self.boundaries is None else self.boundaries.sent
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.pipeline.state_dict()
@@ -202,6 +249,8 @@ class Piped:
     def close(self) -> None:
         """Forget what is remembered of samples, and free the groups."""
         self.pipeline.close()
+        if self.boundaries is not None:
+            self.boundaries.close()
 
 
 def autocast(config: TrainConfig) -> Callable[[], AbstractContextManager[Any]]:

@@ -140,7 +140,7 @@ class Trainer:
         norm = update.norm([ballot.squares for ballot in ballots])
         faults = any(ballot.faults for ballot in ballots) or not self.vote.intact(ballots)
         skipped = faults or not math.isfinite(norm)
-        self.parts.engine.settle(skipped)
+        self.parts.engine.settle(skipped, lr)
         update.heal_tied([ballot.tied for ballot in ballots])
         update.apply(lr, norm, skipped)
         self.agreed_to_stop = any(ballot.stop for ballot in ballots)
@@ -228,13 +228,14 @@ class Trainer:
         state = {saved_name(f"model/{n}", p, p, place): p.detach() for n, p in self.parts.named.items()}
         state |= self.parts.update.state_dict()
         state |= {f"{own}/pipeline/{name}": value for name, value in self.parts.engine.state_dict().items()}
+        state |= {f"boundaries/{name}": value for name, value in self.parts.engine.learned().items()}
         state |= {f"{own}/rng": torch.get_rng_state(), f"{own}/sent": self.totals.state()}
         if self.config.run.device == "cuda":
             state[f"{own}/rng on card"] = torch.cuda.get_rng_state()
         state |= {f"data/{name}": torch.tensor(value) for name, value in self.parts.batches.state_dict().items()}
         if self.parts.blueprint.by_rows:  # also under the name of the copy that is not there, for runs that have it
             state |= renamed(state, HEAD, self.parts.blueprint.family.embedding)
-        state["cut"] = self._cut()
+        state["cut"] = self.parts.cut
         if self.parts.decision is not None:
             state[DECISION] = self.parts.decision.pack()
         state["skips"] = torch.tensor(self.parts.update.skips)
@@ -247,7 +248,7 @@ class Trainer:
         def wanted(name: str) -> bool:
             known = (
                 name in ("step", "seconds", "skips", "cut")
-                or name.startswith((own, "data/"))
+                or name.startswith((own, "data/", "boundaries/"))
                 or (plain_name(name).removeprefix("model/") in named and concerns(name, place))
             )
             return known or update.wants(name)
@@ -269,11 +270,13 @@ class Trainer:
                     shapes = f"is {tuple(stored.shape)}, here it is {tuple(parameter.shape)}"
                     raise UsageError(f"{source}: {name} {shapes}: it is a checkpoint of another model")
                 parameter.copy_(stored)
-        same_cut = torch.equal(state["cut"], self._cut())
+        same_cut = torch.equal(state["cut"], self.parts.cut)
         update.load_state_dict(state, same_cut)
         memory = {n.removeprefix(f"{own}pipeline/"): v for n, v in state.items() if n.startswith(f"{own}pipeline/")}
         if memory and same_cut:
             self.parts.engine.load_state_dict(memory)
+        learned = {n.removeprefix("boundaries/"): v for n, v in state.items() if n.startswith("boundaries/")}
+        self.parts.engine.load_learned(learned, same_cut)
         if not same_cut:
             self.say("the pipeline is split otherwise than in the checkpoint: compression starts without memory")
         if f"{own}rng" in state:
@@ -292,9 +295,3 @@ class Trainer:
         device = self.config.run.device
         stays = (f"rank-{self.rank}/rng", f"rank-{self.rank}/sent", "data/", "cut")
         return {n: v.to(device) if v.dim() and not n.startswith(stays) else v for n, v in state.items()}
-
-    def _cut(self) -> Tensor:
-        """Which layers are on which stage: the state of a boundary can only be used under the same split."""
-        layers = self.parts.blueprint.layers
-        mesh = self.config.mesh
-        return torch.tensor([mesh.pp, mesh.tp, *(run.stop for run in layers), *mesh.plan().rank_of])

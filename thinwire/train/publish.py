@@ -10,7 +10,9 @@ from torch import Tensor
 
 from thinwire.distributed.values import tensors_on_first
 from thinwire.train.build import Parts
-from thinwire.train.model.export import export_weights, write_adapter, write_index, write_shard
+from thinwire.train.engine import Piped
+from thinwire.train.model.boundaries import FILE, by_layer
+from thinwire.train.model.export import export_weights, write_adapter, write_index, write_shard, write_tensors
 
 
 def publish(parts: Parts, folder: str | Path, shared: bool) -> Path:
@@ -38,8 +40,20 @@ def publish(parts: Parts, folder: str | Path, shared: bool) -> Path:
         else:
             tokenizer = config.data.tokenizer
             write_index(parts.blueprint, target, None if tokenizer in ("auto", "bytes") else tokenizer)
+    _write_boundaries(parts, target)
     dist.barrier()
     return target
+
+
+def _write_boundaries(parts: Parts, target: Path) -> None:
+    """Beside the model, where boundaries learn: each is its sender's to save."""
+    boundaries = parts.engine.boundaries if isinstance(parts.engine, Piped) else None
+    if not parts.config.boundary.rank:
+        return
+    ends = boundaries.senders if boundaries is not None and parts.mesh.replica == 0 else {}
+    whole = {n: w for part in tensors_on_first(by_layer(ends, parts.blueprint.layers)) for n, w in part.items()}
+    if dist.get_rank() == 0:
+        write_tensors(whole, target / FILE)
 
 
 def _to_first(mine: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:

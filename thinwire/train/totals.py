@@ -90,7 +90,7 @@ class Totals:
         pipe = [stats.forward_bytes, stats.backward_bytes] if stats else [0, 0]
         raw = (stats.raw_bytes if stats else 0) + self.update.raw_sent
         visits = [stats.cold, stats.warm] if stats else [0, 0]
-        now = [*pipe, self.update.gradient_sent, self.update.embedding_sent, raw, *visits]
+        now = [*pipe, self.update.gradient_sent + self.engine.boundary_sent, self.update.embedding_sent, raw, *visits]
         return self.before + torch.tensor(now, dtype=torch.float64)
 
     def _errors(self) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from thinwire.config.toml import read_toml
 from thinwire.errors import UsageError
 from thinwire.planner.actions import Schedule
 from thinwire.planner.schedule import TORCH_SCHEDULES, generate, generate_ahead, torch_schedule
+from thinwire.train.config.boundary import BoundaryConfig
 from thinwire.train.config.families import FAMILIES, TENSOR_PARALLEL
 from thinwire.train.config.fields import (
     column,
@@ -208,6 +209,7 @@ class TrainConfig:
     optim: OptimConfig = OptimConfig()
     run: RunConfig = RunConfig()
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
+    boundary: BoundaryConfig = dataclasses.field(default_factory=BoundaryConfig)
     wire: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -234,7 +236,7 @@ class TrainConfig:
 
 SECTIONS: dict[str, type] = {
     "task": TaskConfig, "model": ModelConfig, "data": DataConfig, "mesh": MeshConfig, "optim": OptimConfig,
-    "run": RunConfig,
+    "run": RunConfig, "boundary": BoundaryConfig,
 }  # fmt: skip
 
 START: dict[str, dict[str, Any]] = {"mesh": {"dp": 2, "pp": 2}, "data": {"samples": 800}}  # a first run, in minutes

@@ -57,7 +57,7 @@ def _whole(weight: Tensor) -> Tensor:
 def write_shard(blueprint: Blueprint, index: int, weights: Mapping[str, Tensor], folder: str | Path) -> Path:
     """One stage of a full model as its own safetensors file."""
     target = Path(folder) / _shard(index, blueprint.stages)
-    _write_tensors(weights, target)
+    write_tensors(weights, target)
     return target
 
 
@@ -82,7 +82,7 @@ def write_adapter(blueprint: Blueprint, weights: Mapping[str, Tensor], folder: s
     model = blueprint.model
     if model.lora is None:
         raise UsageError("write_adapter: the model has no [model.lora]")
-    _write_tensors(weights, Path(folder) / "adapter_model.safetensors")
+    write_tensors(weights, Path(folder) / "adapter_model.safetensors")
     peft_config(model.lora, blueprint.config, blueprint.family, model.path).save_pretrained(str(folder))
 
 
@@ -111,7 +111,7 @@ def _config(blueprint: Blueprint) -> dict[str, Any]:
     return {**document, "architectures": [blueprint.family.architecture], "dtype": blueprint.model.dtype}
 
 
-def _write_tensors(weights: Mapping[str, Tensor], target: Path) -> None:
+def write_tensors(weights: Mapping[str, Tensor], target: Path) -> None:
     """Whole or not at all: written beside, then renamed."""
     from safetensors.torch import save_file
 

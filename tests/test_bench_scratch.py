@@ -1,0 +1,110 @@
+"""`thinwire bench scratch`: stages in one process have the bits of real ranks; seconds are the published ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rank_launch import launch, on_a_network
+
+from thinwire.bench.pipeline_ranks import loss_of
+from thinwire.bench.scratch.options import Scratch
+from thinwire.bench.scratch.ranks import PRELOAD, timed
+from thinwire.bench.scratch.rows import DENSE, ROWS
+from thinwire.bench.scratch.seconds import PUBLISHED, Yardstick, boundary_bytes, bytes_per_token, seconds_per_step
+from thinwire.bench.scratch.training import sequence_of, steps_to, text
+from thinwire.cli import main
+from thinwire.lab import Network
+
+SMALL = Scratch(stages=2, width=32, length=16, rows=4, steps=3, every=1, held_out=4)
+MICROBATCHES = 2
+
+
+@pytest.fixture
+def one_thread():
+    """As the ranks have: products of several threads add up in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def both(rows: list[str]) -> list[list[dict]]:
+    """What every rank of two answers, for each row."""
+    with Network(hosts=2, preload=PRELOAD) as net:
+        return [launch(net, timed, ROWS[row], SMALL, SMALL.steps, MICROBATCHES, timeout=60) for row in rows]
+
+
+@on_a_network[0]
+@on_a_network[1]
+@pytest.mark.timeout(120)
+def test_one_process_has_the_bits_of_real_ranks(one_thread):
+    """Losses, weights and bytes after three steps of two micro-batches; learned boundaries and anchors too."""
+    names = ["rotated 3 bits", "learned d/4 + anchors at 4 bits"]
+    for name, ranks in zip(names, both(names)):
+        model = sequence_of(ROWS[name], SMALL, 0)
+        optimiser = torch.optim.AdamW(model.parameters(), lr=SMALL.rate, betas=(0.9, 0.95), foreach=True)
+        samples, _ = text(SMALL, 0)
+        losses = []
+        for batch in samples.long().split(SMALL.rows)[: SMALL.steps]:
+            optimiser.zero_grad()
+            losses.append(model.step(batch[:, :-1], batch[:, 1:], loss_of, MICROBATCHES))
+            optimiser.step()
+            if model.boundaries is not None:
+                model.boundaries.step(SMALL.rate)
+        assert losses == pytest.approx(ranks[-1]["losses"], rel=1e-6), name
+        weights = [[p.detach().double().sum().item() for p in module.parameters()] for module in model.modules]
+        assert weights == [rank["weights"] for rank in ranks], name
+        own = 0 if model.boundaries is None else 2 * SMALL.steps * model.boundaries.nbytes() + model.boundaries.nbytes()
+        assert model.sent() + own == sum(rank["sent"] for rank in ranks), name  # the first values are handed out too
+
+
+def test_seconds_are_the_published_ones():
+    size = Yardstick()
+    assert bytes_per_token(ROWS[DENSE], size) == pytest.approx(PUBLISHED[DENSE][0], rel=1e-4)
+    assert seconds_per_step(ROWS[DENSE], size) == pytest.approx(PUBLISHED[DENSE][1], rel=1e-4)
+    assert seconds_per_step(ROWS["fixed subspace bf16"], size) == pytest.approx(19.889, rel=0.01)  # 640 and not 644 B
+    learned = ROWS["learned d/4 at 4 bits"]
+    assert boundary_bytes(learned, size) == 16 + 4 * 1024 * 256 and boundary_bytes(ROWS[DENSE], size) == 0
+    assert bytes_per_token(learned, size) == pytest.approx(2 * 256 * 4.125 / 8 + 2 * 4 * 1024 * 256 / 524_288, rel=1e-3)
+
+
+def test_steps_are_counted_between_evaluations():
+    curve = [(10, 3.0), (20, 2.0), (30, 2.2), (40, 1.0)]
+    assert [steps_to(curve, target) for target in (3.5, 2.5, 2.0, 1.5, 0.5)] == [
+        10,
+        15,
+        20,
+        pytest.approx(35.83, 1e-3),
+        None,
+    ]
+
+
+def test_the_command_measures_resumes_and_draws(tmp_path, capsys):
+    words = [
+        "bench",
+        "scratch",
+        "--quick",
+        "--stages",
+        "2",
+        "--steps",
+        "4",
+        "--every",
+        "2",
+        "--only",
+        "learned",
+        "--opened",
+        "2",
+    ]
+    out = tmp_path / "rows.json"
+    assert main([*words, "--json", str(out), "--figure", str(tmp_path / "f.png")]) == 0
+    document = json.loads(out.read_text())
+    assert [row["row"] for row in document["rows"]] == [DENSE, "learned d/4 at 4 bits"]
+    assert document["rows"][0]["time_ratio"] == 1 and (tmp_path / "f.png").stat().st_size > 10_000
+    assert "T / T dense" in capsys.readouterr().out and [step for step, _ in document["runs"][1]["opened"]] == [0, 2]
+    assert main([*words, "--json", str(out), "--resume"]) == 0
+    assert json.loads(out.read_text())["runs"] == document["runs"]
+    assert main([*words, "--json", str(out), "--resume", "--width", "32"]) == 2
+    assert "is of other options" in capsys.readouterr().err
+    assert main(["bench", "scratch", "--only", "wings"]) == 2

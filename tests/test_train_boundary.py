@@ -1,0 +1,96 @@
+"""`[boundary]`: a run whose boundaries learn is resumed bit for bit, and its exported model has the run's loss."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rank_launch import on_a_network
+from train_ranks import settings, several
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.lab import Network
+from thinwire.train.build import check
+from thinwire.train.config.boundary import BoundaryConfig
+from thinwire.train.config.sections import TrainConfig
+from thinwire.train.data.batches import held_out_batches
+from thinwire.train.data.samples import IGNORED
+from thinwire.train.metrics import read_events
+
+PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.loop")
+LEARNS = BoundaryConfig(rank=8, anchors=2, rate=0.5)
+
+
+def bounded(out: Path, boundary: BoundaryConfig = LEARNS, **changed) -> TrainConfig:
+    mesh = {"pp": 2, **changed.pop("mesh", {})}
+    wire = changed.pop("wire", {"preset": "scratch"})
+    return replace(settings(out, wire, mesh=mesh, optim={"steps": 6}, **changed), boundary=boundary)
+
+
+def exported_loss(config: TrainConfig, attached: bool) -> float:
+    """Held-out loss of the model that transformers loads."""
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(config.run.out) / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if attached:
+        tw.parallel.attach_boundaries(model, folder)
+    total = labels = 0.0
+    for batch in held_out_batches(check(config).samples, config.optim.batch, 0, 1):
+        with torch.no_grad():
+            logits = model(input_ids=batch.inputs).logits
+        total += float(
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+        )
+        labels += float((batch.labels != IGNORED).sum())
+    return total / labels
+
+
+def last_held_out(out: Path) -> float:
+    return [e["held_out"] for e in read_events(out / "metrics.jsonl") if e["kind"] == "eval"][-1]
+
+
+@on_a_network[0]
+@on_a_network[1]
+@pytest.mark.timeout(200)
+def test_a_run_resumes_bitwise_and_its_model_keeps_its_boundaries(tmp_path):
+    whole, again = bounded(tmp_path / "whole"), bounded(tmp_path / "again")
+    with Network(hosts=2, preload=PRELOAD) as net:
+        first = net.run(several, [(whole, False)], timeout=80, echo=False)
+        shutil.copytree(*(tmp_path / run / "checkpoints/step-00000003" for run in ("whole", "again")))
+        resumed = net.run(several, [(again, True)], timeout=80, echo=False)
+    assert list(first) == list(resumed)
+    events = read_events(tmp_path / "whole" / "metrics.jsonl")
+    held_out = last_held_out(tmp_path / "whole")
+    assert last_held_out(tmp_path / "again") == held_out
+    assert exported_loss(whole, attached=True) == pytest.approx(held_out, rel=1e-5)
+    assert abs(exported_loss(whole, attached=False) - held_out) > 1e-3 * held_out  # it computes something else
+    sent = [e["gradient_bytes"] for e in events if e["kind"] == "step"]
+    own = 16 + 4 * (32 * 8 + 2 * (264 + 32))  # a header, basis, tokens and lift; 264: tokens of the bytes' tokenizer
+    assert {b - a for a, b in itertools.pairwise(sent)} == {2 * own}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"mesh": {"tp": 2}}, "tp = 2"),
+        ({"mesh": {"pp": 1}}, "pp = 1 has none"),
+        ({"boundary": BoundaryConfig(rank=33)}, "hidden states have 32 values"),
+        ({"wire": {"preset": "auto"}}, "the planner measures whole hidden states"),
+    ],
+)
+def test_what_does_not_go_with_it_is_said(changed, words, tmp_path):
+    with pytest.raises(UsageError, match=words):
+        check(bounded(tmp_path, **changed))
+
+
+def test_a_folder_without_boundaries_says_so(tmp_path):
+    with pytest.raises(UsageError, match="needs none"):
+        tw.parallel.attach_boundaries(torch.nn.Identity(), tmp_path)

@@ -1,0 +1,112 @@
+"""`thinwire bench scratch`: from scratch over a pipeline: steps to the loss that dense reaches × seconds per step.
+
+Rules of a public yardstick (Protocol NanoGPT): 8 stages of one layer each, links of 200 Mb/s and 50 ms, every sample
+once, T = steps to the loss that dense bf16 reaches × seconds per step. Two parts, since a loss does not depend on the
+network:
+  steps     a small GPT on bytes of Python's library, all stages in one process, every message through both ends of its
+            lane: the bits of real ranks
+  seconds   of the yardstick's own step (524,288 tokens of width 1024): each row's exact bytes, on the line through the
+            two published measurements (4.85 s + 0.0233 s per byte per token)
+
+thinwire bench scratch                                         every row, three seeds: hours on two cores
+thinwire bench scratch --quick                                 five rows, a few steps: does it run?
+thinwire bench scratch --only 'rotated 4, dense' --json rows.json --resume
+thinwire bench scratch --only dense --lab 4                    also four steps on real shaped links, at this size
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass, replace
+
+from thinwire.bench.scratch.rows import DENSE, QUICK, ROWS, Row
+from thinwire.errors import UsageError
+from thinwire.installed import check_figures
+from thinwire.terminal import read_json
+
+WORK = "thinwire.bench.scratch.command"
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Model, data and training of every row; all of it follows from these numbers and a seed.
+
+    stages: of one layer each. width: of hidden states. length: bytes of a sample. rows: samples per step.
+    steps: of dense; the others stop where they reach its loss. most: times dense's steps after which a row stops.
+    opened: steps that a model with boundaries in a subspace goes on for without them, dense, at its end.
+    every: steps between evaluations. held_out: samples evaluated on. rate: AdamW's, after `warmup` steps.
+    """
+
+    stages: int = 8
+    width: int = 256
+    length: int = 128
+    rows: int = 16
+    steps: int = 2000
+    most: float = 2.0
+    opened: int = 0
+    every: int = 25
+    held_out: int = 64
+    rate: float = 1e-3
+    warmup: int = 50
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.length
+
+
+FEW = {"stages": 4, "width": 64, "length": 64, "rows": 4, "steps": 40, "every": 10, "held_out": 16, "warmup": 5}
+WHOLE = ("stages", "width", "length", "rows", "steps", "opened", "every", "held_out", "warmup")
+LEAST = {"stages": 2, "width": 16, "opened": 0}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the options of `thinwire bench scratch`."""
+    parser.description = __doc__
+    parser.add_argument("--only", default="", metavar="WORDS", help="rows with one of these words; dense is always one")
+    parser.add_argument("--seeds", type=int, default=None, help="paired runs of every row (3; 1 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="a small model, few rows and steps: under a minute")
+    for name in WHOLE:
+        text = f"--{name.replace('_', '-')}"
+        parser.add_argument(text, type=int, default=None, help=f"({getattr(Scratch(), name)})")
+    parser.add_argument("--most", type=float, default=None, help="times dense's steps, then a row stops (2)")
+    parser.add_argument("--rate", type=float, default=None, help="learning rate (0.001)")
+    parser.add_argument("--lab", type=int, default=0, metavar="N", help="also N steps per row on real shaped links")
+    parser.add_argument("--json", metavar="PATH", help="written anew after every run")
+    parser.add_argument("--resume", action="store_true", help="keep the runs of the --json file, do the others")
+    parser.add_argument("--figure", metavar="PATH", help="T beside dense, and loss against bytes per token")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse options that cannot be, before torch is imported."""
+    setup = read_setup(args)
+    chosen(args)
+    if args.lab < 0 or (args.seeds is not None and args.seeds < 1):
+        raise UsageError(f"--lab {args.lab}, --seeds {args.seeds}: allowed are 0 or more, and 1 or more")
+    if args.resume and args.json is None:
+        raise UsageError("--resume goes on with the runs of a file: name it by --json")
+    if args.resume and read_json(args.json)["setup"] != asdict(setup):
+        raise UsageError(f"--resume: {args.json} is of other options: {read_json(args.json)['setup']}")
+    if args.figure:
+        check_figures("--figure")
+
+
+def read_setup(args: argparse.Namespace) -> Scratch:
+    """Model, data and training that the options ask for."""
+    given = {name: getattr(args, name) for name in (*WHOLE, "most", "rate") if getattr(args, name) is not None}
+    setup = replace(Scratch(), **({**FEW, **given} if args.quick else given))
+    for name in (*WHOLE, "most", "rate"):
+        if not getattr(setup, name) >= LEAST.get(name, 1 if name in (*WHOLE, "most") else 1e-9):
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(setup, name)}: too small")
+    if setup.width % 4:
+        raise UsageError(f"--width {setup.width}: must be a multiple of its 4 heads")
+    return setup
+
+
+def chosen(args: argparse.Namespace) -> list[Row]:
+    """The rows to run, dense first."""
+    words = [word.strip() for word in args.only.split(",") if word.strip()]
+    names = [name for name in (QUICK if args.quick else ROWS) if not words or any(word in name for word in words)]
+    if words and not names:
+        raise UsageError(f"--only {args.only!r}: no row has these words; rows are {', '.join(ROWS)}")
+    return [ROWS[name] for name in dict.fromkeys((DENSE, *names))]

@@ -1,0 +1,56 @@
+"""The rows of `thinwire bench scratch`: what crosses a boundary of a model that is trained from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+DENSE = "dense bf16"
+BF16: Mapping[str, Any] = {"codec": "cast", "to": "bf16"}
+PUBLISHED_SHARE = 160 / 1024  # of the width: the rank of the published fixed subspace
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to cross boundaries.
+
+    name: in tables. codec: both ways, as in a `[wire]` table.
+    share: of the width that crosses in a subspace; 1: everything, without one.
+    rate: of the subspace, relative to the model's; 0: it stays as it begins. anchors: of tokens, beside it.
+    """
+
+    name: str
+    codec: Mapping[str, Any] = field(default_factory=dict)
+    share: float = 1.0
+    rate: float = 0.0
+    anchors: int = 0
+
+    def rank(self, width: int) -> int:
+        """How many values of a hidden state of `width` cross."""
+        return max(1, round(self.share * width))
+
+
+def _direct(bits: int) -> Mapping[str, Any]:
+    return {"codec": "quantize", "bits": bits}
+
+
+def _rotated(bits: int) -> Mapping[str, Any]:
+    return {"codec": "rotated", "inner": _direct(bits)}
+
+
+BITS = (8, 6, 4, 3)
+ROWS = {
+    row.name: row
+    for row in (
+        Row(DENSE, BF16),
+        *(Row(f"direct {bits} bits", _direct(bits)) for bits in BITS),
+        *(Row(f"rotated {bits} bits", _rotated(bits)) for bits in BITS),
+        Row("fixed subspace bf16", BF16, PUBLISHED_SHARE),
+        Row("learned d/4 at 8 bits", _rotated(8), 0.25, 0.1),
+        Row("learned d/4 at 4 bits", _rotated(4), 0.25, 0.1),
+        Row("learned d/4 + anchors at 4 bits", _rotated(4), 0.25, 0.1, 16),
+        Row("learned d/2 at 4 bits", _rotated(4), 0.5, 0.1),
+    )
+}
+QUICK = (DENSE, "direct 3 bits", "rotated 4 bits", "fixed subspace bf16", "learned d/4 at 4 bits")

@@ -1,0 +1,56 @@
+"""Seconds of the yardstick's step, from the bytes of a row: by the line through its two published measurements.
+
+Protocol NanoGPT: 8 stages of width 1024, 524,288 tokens per step, links of 200 Mb/s and 50 ms. Published: dense bf16,
+4,096 bytes per token both ways, 100.475 s; a fixed subspace, 644 bytes, 19.889 s. So a step takes 4.85 s, computing and
+latency, and 0.0233 s per byte per token, 1.11 times what 200 Mb/s take for both directions one after the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.bench.scratch.rows import Row
+from thinwire.codecs import frame as framing
+from thinwire.codecs import make
+
+PUBLISHED = {"dense bf16": (4096.0, 100.475), "fixed subspace": (644.0, 19.889)}  # bytes per token, seconds
+PUBLISHED_RATIO = 181_487 / 293_889  # T of the fixed subspace over T of dense
+(_MANY, _LONG), (_FEW, _SHORT) = PUBLISHED.values()
+PER_BYTE = (_LONG - _SHORT) / (_MANY - _FEW)
+FIXED = _LONG - PER_BYTE * _MANY
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """The size of its step. vocabulary: for anchors."""
+
+    width: int = 1024
+    tokens: int = 524_288
+    microbatches: int = 64
+    latency: float = 0.05
+    vocabulary: int = 50_304
+
+
+def message_bytes(row: Row, size: Yardstick) -> int:
+    """Of one micro-batch, one way."""
+    shape = size.tokens // size.microbatches, row.rank(size.width)
+    return framing.BYTES + make(**row.codec).nbytes(shape, torch.float32)
+
+
+def boundary_bytes(row: Row, size: Yardstick) -> int:
+    """Of what a learned boundary sends of itself in a step, one way: gradients, or new values, in float32."""
+    if row.rate == 0:
+        return 0
+    return framing.BYTES + 4 * (size.width * row.rank(size.width) + row.anchors * (size.vocabulary + size.width))
+
+
+def bytes_per_token(row: Row, size: Yardstick) -> float:
+    """Both ways over one boundary, a learned boundary's own parameters included."""
+    return 2 * (message_bytes(row, size) * size.microbatches + boundary_bytes(row, size)) / size.tokens
+
+
+def seconds_per_step(row: Row, size: Yardstick) -> float:
+    """Of a step; a learned boundary's two messages have a latency each, after everything else."""
+    return FIXED + PER_BYTE * bytes_per_token(row, size) + (2 * size.latency if row.rate else 0.0)

@@ -1,0 +1,136 @@
+"""A pipeline in one process: its stages one after another, and every message through both ends of its lane.
+
+Losses and weights have the bits of real ranks under the same wire (tests/test_bench_scratch.py): lanes, their names and
+seeds are those of a Pipeline, and micro-batches pass each lane in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.boundaries.projected import Projected
+from thinwire.boundaries.synchronise import Boundaries
+from thinwire.config.wire import Wire
+from thinwire.pipeline.lane import DIRECTIONS, Lane, Message
+
+
+@dataclass
+class InProcess:
+    """A stage of this process, as Boundaries asks for it."""
+
+    stage_index: int
+    submod: nn.Module
+    group: dist.ProcessGroup | None = None
+
+
+class Crossing:
+    """One boundary: both ends of both directions.
+
+    wire: of its messages. boundary: its number, that of the stage before it. seed: the run's.
+    """
+
+    def __init__(self, wire: Wire, boundary: int, seed: int) -> None:
+        after = boundary + 1
+        names = {"forward": f"forward {boundary}→{after}", "backward": f"backward {after}→{boundary}"}
+        links = {"forward": wire.forward, "backward": wire.backward}
+        self.lanes = {way: [Lane(links[way], names[way], end, seed) for end in ("send", "recv")] for way in DIRECTIONS}
+
+    def carry(self, direction: str, microbatch: int, x: Tensor) -> Tensor:
+        """What the other end has of `x`."""
+        sender, receiver = self.lanes[direction]
+        message = Message(microbatch, None, True)
+        with torch.no_grad():
+            return receiver.recv(message, 0, sender.send(message, 0, x.detach()), x.shape, x.dtype)
+
+    def all(self) -> list[Lane]:
+        """Its four lanes."""
+        return [lane for pair in self.lanes.values() for lane in pair]
+
+    def sent(self) -> int:
+        """Bytes of frames so far, both ways."""
+        senders = [pair[0] for pair in self.lanes.values()]
+        return sum(channel.stats.wire_bytes for lane in senders for _, channel in lane.channels())
+
+
+class _Cross(torch.autograd.Function):
+    """x to the next stage, and its gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, crossing: Crossing, microbatch: int) -> Tensor:
+        ctx.crossing, ctx.microbatch = crossing, microbatch
+        return crossing.carry("forward", microbatch, x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.crossing.carry("backward", ctx.microbatch, gradients[0]), None, None
+
+
+class Sequence:
+    """All stages of a model, trained as a pipeline would.
+
+    modules: of the stages, in order. wire: of all boundaries. width: of the hidden states.
+    projected: how boundaries learn; None: hidden states cross whole. seed: the run's.
+    """
+
+    def __init__(
+        self, modules: list[nn.Module], wire: Wire, width: int, projected: Projected | None = None, seed: int = 0
+    ) -> None:
+        self.modules = modules
+        last = len(modules)
+        around = [m if projected is None else projected.around(m, i, last, width) for i, m in enumerate(modules)]
+        self.stages: list[nn.Module] = list(around)
+        self.crossings = [Crossing(wire, boundary, seed) for boundary in range(last - 1)]
+        self.boundaries: Boundaries | None = None
+        if projected is not None:
+            self.boundaries = Boundaries([InProcess(i, module) for i, module in enumerate(self.stages)])
+        self.steps = 0
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the model; boundaries have their own rule."""
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+    def step(self, x: Tensor, y: Tensor, loss_of: Any, microbatches: int = 1) -> float:
+        """Gradients of the mean loss over a batch, added to .grad; returns that loss.
+
+        x, y: inputs and targets. loss_of(output, target): of one micro-batch.
+        """
+        self.steps += 1
+        lanes = [lane for crossing in self.crossings for lane in crossing.all()]
+        for lane in lanes:
+            lane.begin(self.steps)
+        total = 0.0
+        for number, (part, target) in enumerate(zip(x.tensor_split(microbatches), y.tensor_split(microbatches))):
+            loss = loss_of(self._forward(part, number), target)
+            loss.backward()
+            total += float(loss.detach())
+        for gradient in (p.grad for stage in self.stages for p in stage.parameters()):
+            if gradient is not None:
+                gradient /= microbatches
+        for lane in lanes:
+            lane.end_step(keep=True)
+        return total / microbatches
+
+    def _forward(self, x: Tensor, microbatch: int) -> Tensor:
+        tokens = x
+        for index, stage in enumerate(self.stages):
+            x = stage(x) if self.boundaries is None else stage(x, tokens=tokens)
+            if index < len(self.crossings):
+                x = _Cross.apply(x, self.crossings[index], microbatch)
+        return x
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor) -> Tensor:
+        """The output, with nothing coded; what lies outside of learned boundaries is lost as in training."""
+        tokens = x
+        for stage in self.stages:
+            x = stage(x) if self.boundaries is None else stage(x, tokens=tokens)
+        return x
+
+    def sent(self) -> int:
+        """Bytes over all boundaries so far, both ways, those of learned boundaries' own parameters not counted."""
+        return sum(crossing.sent() for crossing in self.crossings)

@@ -1,0 +1,139 @@
+"""One run of `thinwire bench scratch`: a row and a seed, trained until it reaches a loss, or for so many steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.bench.pipeline_options import Setup
+from thinwire.bench.pipeline_ranks import VOCABULARY, loss_of, stages_of
+from thinwire.bench.scratch.options import Scratch
+from thinwire.bench.scratch.rows import DENSE, ROWS, Row
+from thinwire.bench.scratch.sequence import Sequence
+from thinwire.boundaries.projected import Projected
+from thinwire.config.wire import Wire
+from thinwire.errors import UsageError
+from thinwire.train.config.sections import DataConfig
+from thinwire.train.data.documents import read_documents
+
+TENTH = 10  # of the documents, one is held out
+
+
+def text(setup: Scratch, seed: int) -> tuple[Tensor, Tensor]:
+    """Samples to train on, each once, in the order of the seed, and held-out ones: uint8[samples, length + 1].
+
+    Bytes of Python's library, cut by file: every tenth file is held out."""
+    need = (int(setup.steps * setup.most) + setup.opened) * setup.rows
+    parts: tuple[bytearray, bytearray] = bytearray(), bytearray()
+    for number, document in enumerate(read_documents(DataConfig(corpus_bytes=2**40))):
+        parts[number % TENTH == 0].extend((document.text or "").encode())
+    trained, held_out = (_cut(part, setup.length + 1) for part in parts)
+    if len(trained) < need or len(held_out) < setup.held_out:
+        size = setup.length + 1
+        raise UsageError(f"{need} samples of {size} bytes are needed, but Python's library has {len(trained)}")
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(trained), generator=generator)[:need]
+    fixed = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))[: setup.held_out]
+    return trained[order], held_out[fixed]
+
+
+def _cut(part: bytearray, length: int) -> Tensor:
+    whole = len(part) // length * length
+    return torch.frombuffer(part, dtype=torch.uint8)[:whole].view(-1, length)
+
+
+def sequence_of(row: Row, setup: Scratch, seed: int) -> Sequence:
+    """The model of a seed, with boundaries as the row says."""
+    modules = stages_of(Setup(setup.stages, width=setup.width, length=setup.length, seed=seed))
+    return Sequence(modules, wire_of(row), setup.width, projected_of(row, setup), seed)
+
+
+def wire_of(row: Row) -> Wire:
+    """The row's codec both ways."""
+    return Wire.of({"forward": row.codec, "backward": row.codec})
+
+
+def projected_of(row: Row, setup: Scratch) -> Projected | None:
+    """How the row's boundaries learn; None where hidden states cross whole."""
+    if row.share == 1:
+        return None
+    return Projected(row.rank(setup.width), row.anchors, VOCABULARY, rate=row.rate)
+
+
+def train(
+    row: Row, setup: Scratch, seed: int, target: float | None, advance: Callable[[str, int], None]
+) -> dict[str, Any]:
+    """Held-out losses by step, and where the target was reached.
+
+    target: the held-out loss to stop at; None: train dense's steps. advance(note, steps): called at evaluations.
+    """
+    samples, held_out = text(setup, seed)
+    model = sequence_of(row, setup, seed)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=setup.rate, betas=(0.9, 0.95), foreach=True)
+    limit = setup.steps if target is None else int(setup.steps * setup.most)
+    losses: list[tuple[int, float]] = []
+    computing = 0.0
+    for step in range(limit):
+        batch = samples[step * setup.rows : (step + 1) * setup.rows].long()
+        rate = setup.rate * min(1.0, (step + 1) / setup.warmup)
+        began = time.perf_counter()
+        _train_step(model, optimiser, batch, rate)
+        computing += time.perf_counter() - began
+        if (step + 1) % setup.every == 0 or step + 1 == limit:
+            held = _held_out(model, held_out)
+            losses.append((step + 1, held))
+            advance(f"{row.name}, seed {seed}, step {step + 1}: {held:.4f}", setup.every)
+            if target is not None and held <= target and step + 1 >= setup.steps:
+                break
+    done = losses[-1][0]
+    out = {
+        "row": row.name, "seed": seed, "losses": losses, "seconds": computing / done,
+        "bytes_per_token": model.sent() / (done * setup.tokens * (setup.stages - 1)),
+    }  # fmt: skip
+    if setup.opened and row.share < 1:
+        out["opened"] = _open(model, optimiser, setup, samples[done * setup.rows :], held_out, seed)
+    return out
+
+
+def _open(
+    model: Sequence, optimiser: torch.optim.Optimizer, setup: Scratch, samples: Tensor, held_out: Tensor, seed: int
+) -> list[tuple[int, float]]:
+    """Held-out losses without the boundaries, from now on: at once, and after so many steps of dense training."""
+    plain = Sequence(model.modules, wire_of(ROWS[DENSE]), setup.width, seed=seed)
+    losses = [(0, _held_out(plain, held_out))]
+    for step in range(setup.opened):
+        batch = samples[step * setup.rows : (step + 1) * setup.rows].long()
+        _train_step(plain, optimiser, batch, setup.rate)
+        if (step + 1) % setup.every == 0 or step + 1 == setup.opened:
+            losses.append((step + 1, _held_out(plain, held_out)))
+    return losses
+
+
+def _held_out(model: Sequence, samples: Tensor) -> float:
+    return float(loss_of(model.evaluate(samples[:, :-1].long()), samples[:, 1:].long()))
+
+
+def _train_step(model: Sequence, optimiser: torch.optim.Optimizer, batch: Tensor, rate: float) -> None:
+    optimiser.zero_grad()
+    model.step(batch[:, :-1], batch[:, 1:], loss_of)
+    for group in optimiser.param_groups:
+        group["lr"] = rate
+    optimiser.step()
+    if model.boundaries is not None:
+        model.boundaries.step(rate)
+
+
+def steps_to(losses: list[tuple[int, float]], target: float) -> float | None:
+    """The step at which a curve first reaches the target, between two evaluations in proportion; None: never."""
+    before: tuple[int, float] | None = None
+    for step, loss in losses:
+        if loss <= target:
+            if before is None or before[1] <= loss:
+                return float(step)
+            return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss)
+        before = step, loss
+    return None

@@ -3,6 +3,9 @@
 thinwire train --init run.toml                    write a commented configuration
 thinwire train run.toml                           one rank, or under torchrun on any number of machines
 thinwire train run.toml --local 4 --rate 100mbit  four ranks here, on links of 100 Mbit/s (`thinwire lab`)
+
+With [mesh] sites = 2 and a table [local] a run has two sites, which train by themselves and average seldom. Then
+--rate, --latency and --loss are of the links between sites, and the ranks of a site have fast ones.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from pathlib import Path
 from thinwire.config.presets import PRESETS, written_out
 from thinwire.errors import UsageError
 from thinwire.installed import check_training
-from thinwire.train.config.sections import MeshConfig, TrainConfig, init_text, load
+from thinwire.train.config.mesh import MeshConfig
+from thinwire.train.config.sections import TrainConfig, init_text, load
 from thinwire.train.folder_lock import locked
 from thinwire.train.loggers.events import check_loggers
 from thinwire.train.model.gguf import as_folder, is_gguf
@@ -33,8 +37,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--local", type=int, metavar="N", help="start N ranks on this machine, each (tp of them) on a host of the lab"
     )
-    parser.add_argument("--rate", help="of every host's link, with --local: 100mbit, 1gbit (default: unshaped)")
-    parser.add_argument("--latency", default="0ms", help="one way between hosts, with --local (default 0ms)")
+    parser.add_argument(
+        "--rate", help="of every host's link, or every site's to the others, with --local: 100mbit (default: unshaped)"
+    )
+    parser.add_argument("--latency", default="0ms", help="one way between hosts, or sites, with --local (default 0ms)")
     parser.add_argument(
         "--loss", default="0%", help="packets lost on their way, with --local, such as 0.1%% (default 0%%)"
     )
@@ -79,6 +85,10 @@ def _config(args: argparse.Namespace) -> TrainConfig:
         if args.wire not in ("auto", *PRESETS):
             raise UsageError(f"--wire {args.wire}: allowed are auto, {', '.join(PRESETS)}")
         config = replace(config, wire={"preset": args.wire})
+    if config.local:
+        from thinwire.config.local import Local  # it imports torch, whose optimisers average the anchors
+
+        Local.read(config.local)
     path = config.model.path
     if path is not None and is_gguf(path):
         folder = as_folder(path, config.run.out, lambda line: print(line, file=sys.stderr, flush=True))
@@ -90,7 +100,7 @@ def _check_ranks(mesh: MeshConfig, started: int, remedy: str) -> None:
     """Before torch is imported and any group is made."""
     if mesh.ranks != started:
         raise UsageError(
-            f"[mesh] dp = {mesh.dp}, pp = {mesh.pp}, tp = {mesh.tp}: takes {mesh.ranks} ranks, but {started} "
+            f"[mesh] {mesh.describe()}: takes {mesh.ranks} ranks, but {started} "
             f"{'was' if started == 1 else 'were'} started: {remedy}"
         )
 
@@ -107,9 +117,8 @@ def _train_local(config: TrainConfig, args: argparse.Namespace) -> int:
     from thinwire.train.stop import StopRequest
 
     record(config, args.config, args.resume)
-    hosts = f"{config.mesh.ranks} ranks on this machine, links {args.rate or 'unlimited'}"
-    print(f"{hosts}, wire {config.wire.get('preset', 'as in run.toml') if config.wire else 'off'}", flush=True)
-    with StopRequest(loud=True) as stop:
+    print(_started(config, args.rate or "unlimited"), flush=True)
+    with StopRequest(True, config.mesh.sites) as stop:
         events = train_local(
             config,
             rate=args.rate,
@@ -125,6 +134,17 @@ def _train_local(config: TrainConfig, args: argparse.Namespace) -> int:
         return INTERRUPTED
     print(closing(config.run.out, events))
     return 0
+
+
+def _started(config: TrainConfig, rate: str) -> str:
+    """The first line of a run on this machine."""
+    sites = config.mesh.sites
+    wire = config.wire.get("preset", "as in run.toml") if config.wire else "off"
+    ranks = f"{config.mesh.ranks} ranks on this machine"
+    if sites == 1:
+        return f"{ranks}, links {rate}, wire {wire}"
+    local = config.local.get("preset", "as in run.toml")
+    return f"{ranks} in {sites} sites, wire {wire} inside a site, between sites links {rate} and local steps {local}"
 
 
 def _init(path: Path) -> int:

@@ -282,12 +282,11 @@ def _precompile(
     shapes = {name: tuple(p.shape) for name, p in named.items()}
     like = next(some.parameters())
     calls = [partial(try_link, link, row, like) for link in links]
-    for reduction in (*kinds["gradient"], *kinds["embedding"]):
-        if reduction is not None:
-            calls.append(partial(try_exchange, reduction, shapes, like))
-            if reduction.rows_codec is not None:
-                rows = [Link(reduction.rows_codec, memory) for memory in (Delta("native", gate=False), Plain())]
-                calls += [partial(try_link, link, (some.config.hidden_size,), like) for link in rows]
+    for reduction in filter(None, (*kinds["gradient"], *kinds["embedding"])):
+        calls.append(partial(try_exchange, reduction, shapes, like))
+        if reduction.rows_codec is not None:
+            rows = [Link(reduction.rows_codec, memory) for memory in (Delta("native", gate=False), Plain())]
+            calls += [partial(try_link, link, (some.config.hidden_size,), like) for link in rows]
     precompile("the wire", calls, like, say)
 
 

@@ -61,7 +61,7 @@ def test_the_lora_table_uncommented() -> None:
         ("[modle]", "[modle]: no such section; allowed are task, model, data, mesh, optim, run, boundary, wire"),
         ("mesh = 3", "mesh = 3: must be a table, [mesh]"),
         ("wire = 3", "wire = 3: must be a table, [wire]"),
-        ("[mesh]\ndpp = 2", "[mesh] dpp: no such key; allowed are dp, pp, tp"),
+        ("[mesh]\ndpp = 2", "[mesh] dpp: no such key; allowed are sites, dp, pp, tp"),
         ("[mesh]\ndp = 0", "[mesh] dp = 0: allowed is a whole number, 1 or more"),
         ("[mesh]\ndp = true", "[mesh] dp = True: allowed is a whole number"),
         ("[mesh]\ndp = 2.0", "[mesh] dp = 2.0: allowed is a whole number"),

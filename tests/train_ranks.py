@@ -46,7 +46,7 @@ def settings(out: str | Path, wire: dict[str, Any] | None = None, **changed: dic
     """SMALL with some keys changed, by section."""
     document = {name: {**table, **changed.get(name, {})} for name, table in SMALL.items()}
     document["run"]["out"] = str(out)
-    return read_config({**document, "wire": wire or {}})
+    return read_config({**document, "wire": wire or {}, "local": changed.get("local", {})})
 
 
 def digests(config: TrainConfig, resume: bool = False) -> dict[str, float]:
@@ -308,3 +308,26 @@ def spoilt_rows(config: TrainConfig) -> tuple[list[str], list[str], int, int]:
     changed = [name for name in before | after if not torch.equal(before[name], after[name])]
     update.close()
     return changed, differ, update.skips, owner.healed if owner is not None else 0
+
+
+class Stopped(NamedTuple):
+    step: int  # after which the run stopped
+    agreed: bool
+
+
+def several_and_stopped(
+    configs: list[tuple[TrainConfig, bool]], config: TrainConfig
+) -> tuple[list[dict[str, float]], Stopped]:
+    """`several`; and a run of which the last rank is asked to stop in its second step."""
+    done = several(configs)
+    trainer = Trainer(config, say=lambda line: None)
+    step = trainer._train_step
+
+    def asked() -> None:
+        if trainer.step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            trainer.stop.asked = True
+        step()
+
+    with mock.patch.object(trainer, "_train_step", asked):
+        trainer.fit()
+    return done, Stopped(trainer.step, trainer.agreed_to_stop)

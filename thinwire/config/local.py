@@ -72,6 +72,11 @@ class Local:
         return replace(self, **changed)
 
     @staticmethod
+    def read(table: Mapping[str, Any]) -> Local:
+        """Local steps from `[local]` of a run.toml: keys over a `preset`. UsageError where one is not allowed."""
+        return _read(table)
+
+    @staticmethod
     def of(given: Local | WireLike) -> Local:
         """Local steps from themselves, from a preset's name, from a `[local]` table, or from what `Wire.of` takes."""
         if isinstance(given, Local):

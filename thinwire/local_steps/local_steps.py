@@ -259,7 +259,8 @@ class LocalSteps:
         out |= site_state(self.inner, self.parameters, self.fragments)
         for number in self.in_flight:
             out |= round_state(self._arrived(number))
-        out |= {f"exchange/{name}": value for name, value in self.site.exchange.state_dict().items()}
+        if self.sends:  # copies have no residual, and torch keeps one of equal names
+            out |= {f"exchange/{name}": value for name, value in self.site.exchange.state_dict().items()}
         ranked = {f"rank{self.rank}of{self.site.sites}/{name}": value for name, value in out.items()}
         return ranked if self.shard is None else {self.shard: ranked}
 
@@ -270,7 +271,8 @@ class LocalSteps:
         what was under way has been applied; residuals are the mean of all sites', and inner optimisers start anew.
         """
         exchanged, mine, same = part_of(state, self.shard, self.rank, self.site.sites)
-        self.checkpoint.load_state_dict(exchanged)
+        if self.sends:
+            self.checkpoint.load_state_dict(exchanged)
         self.resumed += int(mine["step"]) - self.steps
         self.steps = int(mine["step"])
         self.in_flight = load_fragments(self.fragments, mine)
@@ -283,10 +285,8 @@ class LocalSteps:
                 fragment.take_anchor()
 
     def read_state(self, path: str | PathLike[str], prefix: str) -> dict[str, Any]:
-        """What load_state_dict needs, from dcp.save({prefix: local.state_dict(), …}, checkpoint_id=path).
-
-        path: the checkpoint's folder. prefix: the state's name in it.
-        """
+        """What load_state_dict needs, from dcp.save({prefix: local.state_dict(), …}, checkpoint_id=path); path: the
+        checkpoint's folder, prefix: the state's name in it."""
         if self.shard is None:
             return read_state(path, prefix, self.group)
         return {self.shard: read_state(path, f"{prefix}.{self.shard}", self.group)}

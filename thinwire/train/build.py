@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.collectives import Dense
+from thinwire.config.local import Local
 from thinwire.config.presets import written_out
 from thinwire.config.stages import SLACK, chosen_stages
 from thinwire.config.wire import Link, Reduction, Wire
@@ -78,9 +79,11 @@ class Parts:
         given = self.config.wire
         wire = given if self.decision is None else self.decision.wire
         name = given.get("preset", "auto" if given.get("auto") else "custom" if given else "off")
+        sites = {"sites": mesh.sites} if mesh.sites > 1 else {}
         return {
-            "name": str(name),
-            "mesh": {k: getattr(mesh, k) for k in ("dp", "pp", "tp", "schedule", "microbatches")},
+            "name": str(self.config.local.get("preset", "local steps") if sites else name),
+            "mesh": sites | {k: getattr(mesh, k) for k in ("dp", "pp", "tp", "schedule", "microbatches")},
+            **({"local": dict(self.config.local)} if sites else {}),
             "wire": dict(wire), "parameters": sum(map(torch.Size.numel, self.blueprint.shapes.values())),
             "samples": len(self.samples.train), "steps": self.steps,
             **({"labels": self.samples.names} if isinstance(self.samples, Examples) else {}),
@@ -100,12 +103,19 @@ def check(config: TrainConfig) -> Checked:
     """Check wire, data, and that the model can be split as the mesh says; mistakes are UsageErrors."""
     wire = Wire.of(config.wire)
     check_auto(wire)
+    if config.mesh.sites > 1 and is_asked(wire):
+        raise UsageError(
+            f"[wire] auto, when = 'critical' or stages = 'slack': cannot be combined with [mesh] sites = "
+            f"{config.mesh.sites}, since they measure one site; take a preset such as max"
+        )
+    if config.local:
+        Local.read(config.local)
     source = config.model.path or config.model.config
     kind = config.task.kind
     found = read_supported(source, kind) if source else None  # before its tokenizer, whose faults would hide its type
     tokenizer = open_tokenizer(config.data.tokenizer, config.model.path, ends=kind == "causal")
     samples = _samples(config, tokenizer, found)
-    batches = Batches(samples, config.optim.batch, config.data.seed, 0, config.mesh.dp)
+    batches = Batches(samples, config.optim.batch, config.data.seed, 0, config.mesh.replicas)
     wire = wire.with_epoch(batches.steps_per_epoch, config.optim.accumulate)
     stages = len(config.mesh.plan().rank_of)
     if wire.gradient is not None and wire.gradient.stages != SLACK:
@@ -139,11 +149,11 @@ def _with_embedding(wire: Wire, config: TrainConfig, blueprint: Blueprint) -> Wi
     return replace(wire, embedding=given)
 
 
-def _with_streams(wire: Wire, say: Callable[[str], None]) -> Wire:
-    """With streams = "auto" as many as the ranks measure. That changes no bit, so no checkpoint has it."""
+def _with_streams(wire: Wire, mesh: Mesh, say: Callable[[str], None]) -> Wire:
+    """With streams = "auto" as many as a site's ranks measure. That changes no bit, so no checkpoint has it."""
     if wire.streams != "auto":
         return wire
-    count, rates = measure_streams(None)
+    count, rates = measure_streams(mesh.inside)
     if rates:
         say(describe_streams(count, rates))
     return replace(wire, streams=count)
@@ -155,7 +165,7 @@ def used_rows(config: TrainConfig, blueprint: Blueprint, samples: Samples | Exam
     rank_of = config.mesh.plan().rank_of
     if not blueprint.config.tie_word_embeddings or rank_of[0] == rank_of[-1] or config.model.lora is not None:
         return 0
-    replicas = config.mesh.dp
+    replicas = config.mesh.replicas
     batches = [Batches(samples, config.optim.batch, config.data.seed, r, replicas) for r in range(replicas)]
     return max(len(one.peek_inputs().unique()) for one in batches)
 
@@ -221,9 +231,10 @@ def build(
     samples = checked.samples
     mesh = mesh or make_mesh(config.mesh, config.run.device)
     check_agreement("thinwire train", {"the configuration": repr(config), "the data": samples.digest}, None)
-    given = _with_streams(checked.wire, say)
+    given = _with_streams(checked.wire, mesh, say)
     blueprint = cut_by_time(config, checked.blueprint, say)
-    batches = Batches(samples, config.optim.batch, config.data.seed, mesh.replica, config.mesh.dp)
+    replicas, sites = config.mesh.replicas, config.mesh.sites
+    batches = Batches(samples, config.optim.batch, config.data.seed, mesh.replica_of_all, replicas, sites)
     mine = [stage for stage, rank in enumerate(config.mesh.plan().rank_of) if rank == mesh.position]
     cut = mesh.tp if config.mesh.tp > 1 else None
     stages = build_stages(blueprint, mine, config.run.seed, config.run.device, config.run.recompute, cut)

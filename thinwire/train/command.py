@@ -17,7 +17,8 @@ from pathlib import Path
 from thinwire.config.presets import PRESETS, written_out
 from thinwire.errors import UsageError
 from thinwire.installed import check_training
-from thinwire.train.config.sections import MeshConfig, TrainConfig, init_text, load
+from thinwire.train.config.mesh import MeshConfig
+from thinwire.train.config.sections import TrainConfig, init_text, load
 from thinwire.train.folder_lock import locked
 from thinwire.train.loggers.events import check_loggers
 from thinwire.train.model.gguf import as_folder, is_gguf
@@ -79,6 +80,10 @@ def _config(args: argparse.Namespace) -> TrainConfig:
         if args.wire not in ("auto", *PRESETS):
             raise UsageError(f"--wire {args.wire}: allowed are auto, {', '.join(PRESETS)}")
         config = replace(config, wire={"preset": args.wire})
+    if config.local:
+        from thinwire.config.local import Local  # it imports torch, whose optimisers average the anchors
+
+        Local.read(config.local)
     path = config.model.path
     if path is not None and is_gguf(path):
         folder = as_folder(path, config.run.out, lambda line: print(line, file=sys.stderr, flush=True))
@@ -90,7 +95,7 @@ def _check_ranks(mesh: MeshConfig, started: int, remedy: str) -> None:
     """Before torch is imported and any group is made."""
     if mesh.ranks != started:
         raise UsageError(
-            f"[mesh] dp = {mesh.dp}, pp = {mesh.pp}, tp = {mesh.tp}: takes {mesh.ranks} ranks, but {started} "
+            f"[mesh] {mesh.describe()}: takes {mesh.ranks} ranks, but {started} "
             f"{'was' if started == 1 else 'were'} started: {remedy}"
         )
 

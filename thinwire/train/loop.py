@@ -9,31 +9,28 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.errors import UsageError
 from thinwire.train.build import Checked, Parts, build, check
-from thinwire.train.checkpoint import CHECKPOINTS, Checkpoints, refuse_second_run, renamed
-from thinwire.train.config.families import HEAD
+from thinwire.train.checkpoint import CHECKPOINTS, Checkpoints, refuse_second_run
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.data.batches import held_out_batches
 from thinwire.train.learning_rate import rate
 from thinwire.train.metrics import Metrics, say_unreadable
-from thinwire.train.model.tensor_parallel import concerns, plain_name, read_back, saved_name
-from thinwire.train.publish import publish
 from thinwire.train.rows import fetch_rows, lend_rows, offer_rows
+from thinwire.train.saving.publish import publish
+from thinwire.train.saving.snapshot import DECISION, Position, Snapshot
+from thinwire.train.sites.member import Member
 from thinwire.train.stop import StopRequest
 from thinwire.train.totals import NUMBERS, Totals
 from thinwire.train.tune.replan import StepWatch, carried_over, is_same
 from thinwire.train.vote import Ballot, Vote
-
-DECISION = "decision"  # its name in a checkpoint
 
 
 class Trainer:
@@ -73,9 +70,14 @@ class Trainer:
         self.totals = self._totals()
         self.watch = self._watch()
         self.plans_anew = False
-        self.vote = Vote(NUMBERS, self.parts.update.exchanging)
+        self.vote = Vote(NUMBERS, self.parts.update.exchanging, self.parts.mesh.inside)
+        self.sites: Member | None = None  # where there are several
         if found is not None:
             self._load(found)
+        elif config.mesh.sites > 1:
+            self.sites = self._join_sites(0)
+        if self.sites is not None:
+            self.sites.begin()
         if self.rank == 0:
             self.metrics = Metrics(self.out, self.step if found is not None else None, config.run.loggers)
             if found is not None and self.metrics.unreadable:
@@ -92,6 +94,8 @@ class Trainer:
         finally:
             self.parts.update.close()
             self.vote.close()
+            if self.sites is not None:
+                self.sites.close()
             if self.metrics is not None:
                 self.metrics.close()
 
@@ -145,18 +149,31 @@ class Trainer:
         update.apply(lr, norm, skipped)
         self.agreed_to_stop = any(ballot.stop for ballot in ballots)
         self.step += 1
+        numbers = self.totals.step([ballot.numbers for ballot in ballots])
+        if self.sites is not None:
+            self._average(0 if skipped else batch.labelled, numbers)
         if self.step < self.steps:
             offer_rows(update.rows, self.parts.batches.peek_inputs())
-        numbers = self.totals.step([ballot.numbers for ballot in ballots])
         self.last_hit_rate = numbers["hit_rate"]
         self.last_seconds = time.perf_counter() - began
         self.seconds += self.last_seconds
         self._write(
             "step", **numbers, lr=lr,
-            norm=None if skipped else norm, tokens=batch.inputs.numel() * self.config.mesh.dp,
+            norm=None if skipped else norm, tokens=batch.inputs.numel() * self.config.mesh.replicas,
             seconds=self.seconds, step_seconds=self.last_seconds, wait_seconds=update.waited, skips=update.skips,
             healed=update.tied.healed if update.tied else 0,
         )  # fmt: skip
+
+    def _average(self, tokens: int, numbers: dict[str, Any]) -> None:
+        """Between sites, after a step: weights, and what sites tell each other; `numbers` then count all sites'."""
+        assert self.sites is not None
+        heard = self.sites.after(self.step, tokens, self.step == self.steps, self.agreed_to_stop, numbers)
+        self.agreed_to_stop = heard is not None and heard.pop("stop")
+        if heard is not None:
+            self._write("sites", **heard)
+
+    def _join_sites(self, began: int) -> Member:
+        return Member(self.config, self.parts.mesh, self.parts.update, self.totals, began)
 
     def _next_ids(self) -> Tensor:
         """The sample ids of the next pass, so that the state kept for its samples can be read ahead."""
@@ -164,11 +181,13 @@ class Trainer:
         return ids[: len(ids) // self.config.optim.accumulate]
 
     def _evaluate(self) -> float:
-        """Mean held-out loss over all replicas; the state kept for training samples is not changed."""
-        mesh = self.parts.mesh
+        """Mean held-out loss over all replicas, with the weights that all sites share; the state kept for training
+        samples is not changed."""
+        place, replicas = self.parts.mesh.replica_of_all, self.config.mesh.replicas
         before = self.totals.state()
-        batches = list(held_out_batches(self.parts.samples, self.config.optim.batch, mesh.replica, mesh.config.dp))
-        with lend_rows(self.parts.update.rows, (batch.inputs for batch in batches)):
+        batches = list(held_out_batches(self.parts.samples, self.config.optim.batch, place, replicas))
+        shared = nullcontext() if self.sites is None else self.sites.at_anchor()
+        with shared, lend_rows(self.parts.update.rows, (batch.inputs for batch in batches)):
             passes, run = self.config.optim.accumulate, self.parts.engine.run
             losses = [([run(part, False) for part in batch.split(passes)], batch.labelled) for batch in batches]
         held_out = self.totals.mean_loss(losses)
@@ -223,75 +242,22 @@ class Trainer:
         self.checkpoints.save(self.step, self._state())
 
     def _state(self) -> dict[str, Tensor]:
-        own = f"rank-{self.rank}"
-        place = self.parts.mesh.slice
-        state = {saved_name(f"model/{n}", p, p, place): p.detach() for n, p in self.parts.named.items()}
-        state |= self.parts.update.state_dict()
-        state |= {f"{own}/pipeline/{name}": value for name, value in self.parts.engine.state_dict().items()}
-        state |= {f"boundaries/{name}": value for name, value in self.parts.engine.learned().items()}
-        state |= {f"{own}/rng": torch.get_rng_state(), f"{own}/sent": self.totals.state()}
-        if self.config.run.device == "cuda":
-            state[f"{own}/rng on card"] = torch.cuda.get_rng_state()
-        state |= {f"data/{name}": torch.tensor(value) for name, value in self.parts.batches.state_dict().items()}
-        if self.parts.blueprint.by_rows:  # also under the name of the copy that is not there, for runs that have it
-            state |= renamed(state, HEAD, self.parts.blueprint.family.embedding)
-        state["cut"] = self.parts.cut
-        if self.parts.decision is not None:
-            state[DECISION] = self.parts.decision.pack()
-        state["skips"] = torch.tensor(self.parts.update.skips)
-        return state | {"step": torch.tensor(self.step), "seconds": torch.tensor(self.seconds, dtype=torch.float64)}
+        return self._snapshot().take(self.step, self.seconds, self.sites)
 
     def _load(self, path: Path) -> None:
-        own = f"rank-{self.rank}/"
-        update, named, place = self.parts.update, self.parts.named, self.parts.mesh.slice
-
-        def wanted(name: str) -> bool:
-            known = (
-                name in ("step", "seconds", "skips", "cut")
-                or name.startswith((own, "data/", "boundaries/"))
-                or (plain_name(name).removeprefix("model/") in named and concerns(name, place))
-            )
-            return known or update.wants(name)
-
-        self._restore(self.checkpoints.read(path, wanted), str(path))
+        """Go on from the checkpoint; between sites last, since they must begin with the same weights."""
+        snapshot = self._snapshot()
+        found = self._restore(self.checkpoints.read(path, snapshot.wants), str(path))
+        if self.config.mesh.sites > 1:
+            self.sites = self._join_sites(found.began)
+            if found.sites > 1:
+                self.sites.load_state_dict(snapshot.placed(self.checkpoints.read(path, self.sites.wants)))
         self.say(f"resumed at step {self.step} from {path}")
 
-    def _restore(self, state: dict[str, Tensor], source: str) -> None:
-        """Go on from there. state: as `_state` returns it, of this rank at least. source: where it comes from."""
-        own = f"rank-{self.rank}/"
-        update, named, place = self.parts.update, self.parts.named, self.parts.mesh.slice
-        state = self._placed(state)
-        with torch.no_grad():
-            for name, parameter in named.items():
-                stored = read_back(f"model/{name}", state, parameter, place)
-                if stored is None:
-                    raise UsageError(f"{source} has no {name}: it is a checkpoint of another model")
-                if stored.shape != parameter.shape:
-                    shapes = f"is {tuple(stored.shape)}, here it is {tuple(parameter.shape)}"
-                    raise UsageError(f"{source}: {name} {shapes}: it is a checkpoint of another model")
-                parameter.copy_(stored)
-        same_cut = torch.equal(state["cut"], self.parts.cut)
-        update.load_state_dict(state, same_cut)
-        memory = {n.removeprefix(f"{own}pipeline/"): v for n, v in state.items() if n.startswith(f"{own}pipeline/")}
-        if memory and same_cut:
-            self.parts.engine.load_state_dict(memory)
-        learned = {n.removeprefix("boundaries/"): v for n, v in state.items() if n.startswith("boundaries/")}
-        self.parts.engine.load_learned(learned, same_cut)
-        if not same_cut:
-            self.say("the pipeline is split otherwise than in the checkpoint: compression starts without memory")
-        if f"{own}rng" in state:
-            torch.set_rng_state(state[f"{own}rng"])
-            self.totals.load(state[f"{own}sent"])
-        if f"{own}rng on card" in state and self.config.run.device == "cuda":
-            torch.cuda.set_rng_state(state[f"{own}rng on card"])
-        self.parts.batches.load_state_dict(
-            {n.removeprefix("data/"): int(v) for n, v in state.items() if n.startswith("data/")}
-        )
-        self.step, self.seconds = int(state["step"]), float(state["seconds"])
-        update.skips = int(state.get("skips", 0))  # older checkpoints lack it
+    def _restore(self, state: dict[str, Tensor], source: str) -> Position:
+        found = self._snapshot().put_back(state, source)
+        self.step, self.seconds = found.step, found.seconds
+        return found
 
-    def _placed(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The saved state on the devices of this run: tensors on its own, numbers and generators on the host."""
-        device = self.config.run.device
-        stays = (f"rank-{self.rank}/rng", f"rank-{self.rank}/sent", "data/", "cut")
-        return {n: v.to(device) if v.dim() and not n.startswith(stays) else v for n, v in state.items()}
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self.parts, self.totals, self._note)

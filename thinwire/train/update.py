@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.collectives.groups import world
@@ -67,7 +66,7 @@ class Update:
         if tied is not None:
             groups_of_tied = (mesh.ends if rows is None else mesh.dp, mesh.dp, mesh.pair)
             self.tied = TiedEmbedding(named[tied], wire, *groups_of_tied, seed=config.run.seed, agrees=False)
-        self.shared = SharedWeights(copies, config.mesh.pp, config.run.seed) if copies else None
+        self.shared = SharedWeights(copies, config.mesh.pp, config.run.seed, mesh.inside) if copies else None
         by_adam = named if self.frozen is None else {name: p for name, p in named.items() if name in apart}
         if by_adam:
             self.adam = torch.optim.AdamW(groups(config.optim, by_adam), **moments(config), foreach=True)
@@ -117,10 +116,10 @@ class Update:
 
     @property
     def exchanging(self) -> list[Exchanging]:
-        """The kinds of gradient exchanges of the run: of replicas, of the tied embedding, of what all stages share."""
+        """The kinds of gradient exchanges of a site: of replicas, of the tied embedding, of what all stages share."""
         replicas = Exchanging(groups_of_replicas(self.config.mesh))
         kinds = [replicas, Exchanging(groups_of_ends(self.config.mesh)) if self.fused else replicas]
-        return kinds if self.shared is None else [*kinds, Exchanging([list(range(self.config.mesh.ranks))])]
+        return kinds if self.shared is None else [*kinds, Exchanging([list(range(self.config.mesh.site_ranks))])]
 
     def tables(self) -> list[Tensor | None]:
         """This rank's checksums of gradient messages, by `exchanging`; None where it has no part."""
@@ -135,20 +134,20 @@ class Update:
 
     def heal_tied(self, checksums: Sequence[int]) -> None:
         """Make the copies of a tied embedding, or of what all stages share, equal where they are not: `checksums` of
-        all ranks."""
+        the site's ranks."""
         if self.shared is not None and len({*checksums}) > 1:
             assert self.adam is not None
             states = [self.adam.state[p] for p in self.shared.named.values()]
             self.shared.heal(value for state in states for _, value in sorted(state.items()))
         if self.tied is not None:
             members = groups_of_ends if self.rows is None else groups_of_replicas
-            mine = next(ranks for ranks in members(self.config.mesh) if dist.get_rank() in ranks)
+            mine = next(ranks for ranks in members(self.config.mesh) if self.mesh.rank_in_site in ranks)
             if len({checksums[rank] for rank in mine}) > 1:
                 assert self.adam is not None
                 self.tied.heal(value for _, value in sorted(self.adam.state[self.tied.parameter].items()))
 
     def norm(self, squares: Sequence[float]) -> float:
-        """The norm of the whole gradient, from the squares of all ranks. Those of the replicas are equal, unless
+        """The norm of the whole gradient, from the squares of the site's ranks. Those of the replicas are equal, unless
         gradients are local (FrozenAdam's): then the root of their mean."""
         per_replica = len(squares) // self.config.mesh.dp
         sums = [sum(squares[r * per_replica : (r + 1) * per_replica]) for r in range(self.config.mesh.dp)]

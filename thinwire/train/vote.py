@@ -79,16 +79,18 @@ class Exchanging:
 
 
 class Vote:
-    """All ranks of the run.
+    """All ranks of a site.
 
     numbers: how many of them a ballot has. exchanging: the kinds of gradient exchanges, in the order of their tables.
+    site: the ranks of this site; None: all ranks of the run.
     """
 
-    def __init__(self, numbers: int, exchanging: Sequence[Exchanging]) -> None:
+    def __init__(self, numbers: int, exchanging: Sequence[Exchanging], site: dist.ProcessGroup | None = None) -> None:
         self.numbers = numbers
         self.exchanging = exchanging
-        self.size, _ = world(None)
-        group = twin(None) if self.size > 1 else None
+        self.size, own = world(site)
+        self.first = world(None)[1] - own  # the number of the site's first rank in the run
+        group = twin(site) if self.size > 1 else None
         self.group = Metered(ALONE) if group is None else Metered(group, early=Early(Flows(group, 1), 0))
 
     def tables(self, found: Sequence[Tensor | None]) -> Tensor:
@@ -99,11 +101,12 @@ class Vote:
         ])  # fmt: skip
 
     def hold(self, mine: Ballot) -> list[Ballot]:
-        """Every rank's ballot, in rank order. RunFailed where one arrives damaged, or is of another step."""
+        """Every rank's ballot, in rank order of the site. RunFailed where one is damaged, or of another step."""
         if self.group.early is not None:
             self.group.early.begin()
-        ballots = [self._read(rank, packed) for rank, packed in enumerate(gather(mine.pack(), self.group))]
-        for rank, ballot in enumerate(ballots):
+        packed = gather(mine.pack(), self.group)
+        ballots = [self._read(rank, one) for rank, one in enumerate(packed, self.first)]
+        for rank, ballot in enumerate(ballots, self.first):
             if ballot.step != mine.step:
                 raise RunFailed(f"rank {rank} is at step {ballot.step}, where this rank is at step {mine.step}")
         return ballots

@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.config.presets import PRESETS
+from thinwire.config.presets import LOCAL_PRESETS, PRESETS
 from thinwire.config.toml import read_toml
 from thinwire.errors import UsageError
-from thinwire.planner.actions import Schedule
-from thinwire.planner.schedule import TORCH_SCHEDULES, generate, generate_ahead, torch_schedule
 from thinwire.train.config.boundary import BoundaryConfig
-from thinwire.train.config.families import FAMILIES, TENSOR_PARALLEL
+from thinwire.train.config.families import FAMILIES
 from thinwire.train.config.fields import (
     column,
     flag,
@@ -28,10 +26,10 @@ from thinwire.train.config.fields import (
     text,
     whole,
 )  # fmt: skip
+from thinwire.train.config.mesh import MeshConfig, check_sites
 from thinwire.train.config.task import FORMATS, TaskConfig, check_columns, check_task
 
 INFINITY = float("inf")
-AHEAD = ("'auto', or a whole number, 1 or more", lambda v: v == "auto" or (type(v) is int and v >= 1))
 LOGGERS = list_of(one_of("tensorboard", "wandb", "mlflow"))
 FREEZE = ("'epoch', or a whole number, 1 or more", lambda v: v == "epoch" or (type(v) is int and v >= 1))
 
@@ -116,55 +114,6 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class MeshConfig:
-    """rank = (replica · pp + position in the pipeline) · tp + slice."""
-
-    dp: int = key(1, whole(1), "data-parallel replicas")
-    pp: int = key(1, whole(1), "pipeline ranks")
-    tp: int = key(1, whole(1), "tensor-parallel ranks, inside a site; " + " and ".join(TENSOR_PARALLEL))
-    schedule: str = key(
-        "1F1B",
-        ("one of " + ", ".join(TORCH_SCHEDULES), lambda v: isinstance(v, str) and torch_schedule(v) is not None),
-        ", ".join(TORCH_SCHEDULES),
-    )
-    virtual: int | None = key(None, whole(1), "stages per rank, for the interleaved schedules", 2)
-    microbatches: int = key(4, whole(1), "per pipeline pass")
-    ahead: int | str = key(
-        "auto", AHEAD, "1F1B: begin so many times the micro-batches before the first backward; 2 or 3 hide slow links. "
-        "auto: 1, or with [wire] auto what fits the measured links",
-    )  # fmt: skip
-    split: str = key(
-        "parameters", one_of("parameters", "time"), "layers over stages by parameters, or by measured time"
-    )
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "schedule", torch_schedule(self.schedule))
-        try:
-            self.plan()
-        except UsageError as error:
-            raise UsageError(f"[mesh] {error}") from None
-        if self.depth > 1 and self.schedule != "1F1B":
-            raise UsageError(f"[mesh] ahead = {self.ahead}: is for 1F1B; {self.schedule} takes 1")
-        if self.schedule == "1F1B" and self.microbatches < self.pp:
-            raise UsageError(f"[mesh] microbatches = {self.microbatches}: 1F1B needs at least pp = {self.pp}")
-
-    def plan(self) -> Schedule:
-        """What each pipeline rank computes, and where each stage lies (`rank_of`)."""
-        if self.depth > 1 and self.schedule == "1F1B":
-            return generate_ahead(self.pp, self.microbatches, self.depth)
-        return generate(self.schedule, self.pp, self.microbatches, self.virtual)
-
-    @property
-    def depth(self) -> int:
-        """`ahead` as a number: 1 unless it was given, or decided."""
-        return 1 if isinstance(self.ahead, str) else self.ahead
-
-    @property
-    def ranks(self) -> int:
-        return self.dp * self.pp * self.tp
-
-
-@dataclass(frozen=True)
 class OptimConfig:
     """The optimiser, its rate, and how long."""
 
@@ -180,7 +129,7 @@ class OptimConfig:
     clip: float = key(1.0, number(0, INFINITY), "norm of the whole gradient; 0: not clipped")
     epochs: int = key(4, whole(1), "passes over the data")
     steps: int | None = key(None, whole(1), "instead of epochs", 200)
-    batch: int = key(16, whole(1), "sequences per step, over all replicas")
+    batch: int = key(16, whole(1), "sequences per step, over all replicas of all sites")
     accumulate: int = key(1, whole(1), "pipeline passes per step")
 
 
@@ -201,23 +150,24 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything in run.toml. `wire` is the table as it was given; thinwire/config/wire.py reads it."""
+    """Everything in run.toml. `wire` and `local` are the tables as they were given; thinwire/config/ reads them."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     optim: OptimConfig = OptimConfig()
     run: RunConfig = RunConfig()
     task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
     boundary: BoundaryConfig = dataclasses.field(default_factory=BoundaryConfig)
     wire: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    local: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        parts = self.mesh.dp * self.mesh.microbatches * self.optim.accumulate
+        parts = self.mesh.replicas * self.mesh.microbatches * self.optim.accumulate
         if self.optim.batch % parts:
-            raise UsageError(
-                f"[optim] batch = {self.optim.batch}: must be a multiple of dp × microbatches × accumulate = {parts}"
-            )
+            factors = f"{'sites × ' if self.mesh.sites > 1 else ''}dp × microbatches × accumulate"
+            raise UsageError(f"[optim] batch = {self.optim.batch}: must be a multiple of {factors} = {parts}")
+        check_sites(self.mesh, self.local, self.optim.name, self.boundary.rank)
         check_task(
             self.task, None if self.model.path or self.model.config else self.model.type, self.data.paths,
             self.data.format, self.data.columns,
@@ -231,13 +181,14 @@ class TrainConfig:
     @property
     def microbatch(self) -> int:
         """Sequences in a micro-batch."""
-        return self.optim.batch // (self.mesh.dp * self.mesh.microbatches * self.optim.accumulate)
+        return self.optim.batch // (self.mesh.replicas * self.mesh.microbatches * self.optim.accumulate)
 
 
 SECTIONS: dict[str, type] = {
     "task": TaskConfig, "model": ModelConfig, "data": DataConfig, "mesh": MeshConfig, "optim": OptimConfig,
     "run": RunConfig, "boundary": BoundaryConfig,
 }  # fmt: skip
+GIVEN = ("wire", "local")  # tables that other rooms read
 
 START: dict[str, dict[str, Any]] = {"mesh": {"dp": 2, "pp": 2}, "data": {"samples": 800}}  # a first run, in minutes
 WIRE = f"""\
@@ -245,6 +196,11 @@ WIRE = f"""\
 preset = "max"               # auto, {", ".join(PRESETS)}
 # auto = true                # measure before the first step, and compress at most as the rest says; exact if as fast
 # streams = "auto"           # cut messages over several TCP connections, for long or lossy links; or a number
+"""
+LOCAL = f"""\
+# [local]                    # between sites: they train by themselves, and average every so many steps
+# preset = "local-max"       # {", ".join(LOCAL_PRESETS)}; then keys that it is changed by
+# every = 30                 # steps between two averagings
 """
 
 
@@ -256,7 +212,7 @@ def init_text() -> str:
     """
     head = "# A training run, as `thinwire train` reads it. Files are looked for beside this one.\n"
     sections = (template(cls, name, START.get(name, {})) for name, cls in SECTIONS.items())
-    return "\n".join([head, *sections, WIRE])
+    return "\n".join([head, *sections, WIRE, LOCAL])
 
 
 def load(path: str | Path) -> TrainConfig:
@@ -267,14 +223,15 @@ def load(path: str | Path) -> TrainConfig:
 def read_config(document: Mapping[str, Any]) -> TrainConfig:
     """A parsed run.toml, checked key by key."""
     for section, content in document.items():
-        if section not in (*SECTIONS, "wire"):
-            raise UsageError(f"[{section}]: no such section; allowed are {', '.join(SECTIONS)}, wire")
+        if section not in (*SECTIONS, *GIVEN):
+            raise UsageError(f"[{section}]: no such section; allowed are {', '.join((*SECTIONS, *GIVEN))}")
         if not isinstance(content, Mapping):
             raise UsageError(f"{section} = {content!r}: must be a table, [{section}]")
     sections: dict[str, Any] = {
         name: read(cls, name, document[name]) for name, cls in SECTIONS.items() if name in document
     }
-    return TrainConfig(**sections, wire=dict(document.get("wire", {})))
+    sections |= {name: dict(document.get(name, {})) for name in GIVEN}
+    return TrainConfig(**sections)
 
 
 def _with_files(config: TrainConfig, folder: Path) -> TrainConfig:

@@ -1,7 +1,7 @@
 """Which samples a step takes, on which replica: shuffled anew each epoch, pinned to replicas, resumable.
 
 A step's batch has `batch` lanes. Samples are assigned to lanes once, by the hash of their ids; each epoch every lane
-is put in a new order, and step t takes the t-th sample of every lane. Replica r of R owns lanes
+is put in a new order, and step t takes the t-th sample of every lane. Replica r of R, over all sites, owns lanes
 [r·batch/R, (r+1)·batch/R). So a sample is always on the same replica, lanes differ by one sample at most, and the
 batch of a step is the same whatever R is. An epoch has ⌊samples / batch⌋ steps, so no batch is short; a lane with one
 sample more leaves one out, a different one in each epoch.
@@ -31,8 +31,8 @@ CHANGED = {  # by setting that a checkpoint records: the error where this run ha
 class Batch(NamedTuple):
     """One replica's part of a step.
 
-    `labelled` counts the labels of all replicas' parts: a loss summed and divided by it is the mean over the step,
-    however the labels are spread.
+    `labelled` counts the labels of all replicas' parts, in training of this site's: a loss summed and divided by it is
+    the mean over the step, however the labels are spread.
     """
 
     ids: Tensor  # [rows] int64; negative for a row of padding
@@ -52,9 +52,12 @@ class Batches:
     """The training batches of one replica, one after another; the position is (epoch, index of the next step).
 
     batch: sequences per step over all replicas. seed: of the shuffling. replica, replicas: which one of how many.
+    sites: over how many sites the replicas are spread.
     """
 
-    def __init__(self, samples: Samples | Examples, batch: int, seed: int, replica: int = 0, replicas: int = 1) -> None:
+    def __init__(
+        self, samples: Samples | Examples, batch: int, seed: int, replica: int = 0, replicas: int = 1, sites: int = 1
+    ) -> None:
         if batch % replicas:
             raise UsageError(f"[optim] batch = {batch}: must be a multiple of dp = {replicas}")
         if len(samples.train) < batch:
@@ -65,6 +68,8 @@ class Batches:
         self.batch = batch
         self.seed = seed
         self._mine = slice(replica * batch // replicas, (replica + 1) * batch // replicas)
+        site = replica * sites // replicas
+        self._site = slice(site * batch // sites, (site + 1) * batch // sites)
         dealt = samples.train[_order(samples.ids[samples.train], seed, "deal")]
         self._lanes = [dealt[lane::batch] for lane in range(batch)]
         self.epoch, self.index = 0, 0
@@ -81,7 +86,7 @@ class Batches:
         if last:
             self.epoch += 1
         self.index = 0 if last else self.index + 1
-        return _batch(self.samples, numbers, self._mine)
+        return _batch(self.samples, numbers, self._mine, self._site)
 
     def peek(self) -> Tensor:
         """The ids of the batch that `next` would return; the position stays."""
@@ -121,14 +126,15 @@ def held_out_batches(samples: Samples | Examples, batch: int, replica: int = 0, 
     count = len(samples.held_out)
     filler = np.arange(-1, -1 - (-count % batch), -1)
     for numbers in np.concatenate([samples.held_out, filler]).reshape(-1, batch):
-        yield _batch(samples, numbers, mine)
+        yield _batch(samples, numbers, mine, slice(None))
 
 
-def _batch(samples: Samples | Examples, numbers: Ints, mine: slice) -> Batch:
+def _batch(samples: Samples | Examples, numbers: Ints, mine: slice, counted: slice) -> Batch:
+    """The lanes `mine` of a step; its labels are counted over the lanes `counted`."""
     part = numbers[mine]
     inputs, labels = samples.rows(part)
     ids = np.where(part >= 0, samples.ids[part], part)
-    return Batch(torch.from_numpy(ids), inputs, labels, samples.labelled(numbers), samples.segments(part))
+    return Batch(torch.from_numpy(ids), inputs, labels, samples.labelled(numbers[counted]), samples.segments(part))
 
 
 def _order(ids: Ints, seed: int, salt: str) -> Ints:

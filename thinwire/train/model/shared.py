@@ -1,7 +1,7 @@
 """Weights that every stage has a copy of, as DeBERTa's table of relative positions: all copies get one gradient.
 
-One exact reduction over all stages of all replicas; the mean times the number of pipeline ranks is the sum of the
-stages' gradients, averaged over replicas. All ranks get the same bits, so that the copies stay equal to the bit.
+One exact reduction over all stages of all replicas of a site; the mean times the number of pipeline ranks is the sum
+of the stages' gradients, averaged over replicas. All ranks get the same bits, so that the copies stay equal to the bit.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ logger = logging.getLogger("thinwire.tied")
 class SharedWeights:
     """This rank's copies.
 
-    named: them, by name. stages: how many pipeline ranks a replica has. seed: the run's.
+    named: them, by name. stages: how many pipeline ranks a replica has. seed: the run's. site: the ranks of this site;
+    None: all ranks.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], stages: int, seed: int) -> None:
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], stages: int, seed: int, site: dist.ProcessGroup | None = None
+    ) -> None:
         self.named = dict(named)
         self.stages = stages
-        self.reducer = Reducer(self.named.items(), Wire(), None, seed=seed, agrees=False)
+        self.site = site
+        self.reducer = Reducer(self.named.items(), Wire(), site, seed=seed, agrees=False)
 
     def exchanged(self) -> bool:
         """.grad ← the sum over stages of the mean over replicas; False where this rank saw a fault (`Reducer`)."""
@@ -46,8 +50,8 @@ class SharedWeights:
         return int(checksum(torch.cat(values)))
 
     def heal(self, moments: Iterable[Tensor]) -> None:
-        """Take rank 0's copies, and its `moments`; all ranks of the run together."""
+        """Take the first rank's copies, and its `moments`; all ranks of the site together."""
         with torch.no_grad():
             for tensor in (*self.named.values(), *moments):
-                dist.broadcast(tensor.detach(), src=0)
+                dist.broadcast(tensor.detach(), group=self.site, group_src=0)
         logger.warning("the copies of a weight that all stages share differed, and were healed from the first rank's")

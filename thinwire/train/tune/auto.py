@@ -27,7 +27,8 @@ from thinwire.planner.mildest import WORTH, mildest
 from thinwire.planner.simulate import simulate
 from thinwire.planner.step import Send, Step, Traffic
 from thinwire.quantities import show_rate
-from thinwire.train.config.sections import MeshConfig, TrainConfig
+from thinwire.train.config.mesh import MeshConfig
+from thinwire.train.config.sections import TrainConfig
 from thinwire.train.mesh import Mesh
 from thinwire.train.model.stage import Stage
 from thinwire.train.tune.measured import Measured
@@ -236,4 +237,4 @@ def _words(table: Mapping[str, Any]) -> str:
 
 def _run(config: TrainConfig) -> str:
     """The settings for which a decision can be used again."""
-    return repr((config.mesh, dict(config.wire)))
+    return repr((config.mesh, dict(config.wire))).replace("sites=1, ", "", 1)  # older checkpoints know no sites

@@ -18,12 +18,12 @@ from thinwire.train.model.export import export_weights, write_adapter, write_ind
 def publish(parts: Parts, folder: str | Path, shared: bool) -> Path:
     """Write the trained model to `folder`; called by all ranks.
 
-    The first replica's ranks write one shard per stage where all ranks see the folder (`shared`). Without a shared
-    folder, and for adapters, which are small, everything is sent to rank 0.
+    The ranks of the first replica of the first site write one shard per stage where all ranks see the folder
+    (`shared`). Without a shared folder, and for adapters, which are small, everything is sent to rank 0.
     """
     config, target = parts.config, Path(folder)
     lora = config.model.lora is not None
-    mine = {i: export_weights(stage) for i, stage in parts.stages.items()} if parts.mesh.replica == 0 else {}
+    mine = {i: export_weights(stage) for i, stage in parts.stages.items()} if parts.mesh.replica_of_all == 0 else {}
     if parts.mesh.shard:  # `export_weights` has gathered all slices; one rank keeps them
         mine = {}
     if lora or not shared:

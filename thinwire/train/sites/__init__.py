@@ -1,0 +1,1 @@
+"""Several sites in a run: their averages, and what they tell each other."""

@@ -4,6 +4,11 @@ Four ranks (two replicas of a pipeline of two stages) fine-tune a small Llama-cl
 library, over emulated links of --rate, --latency and --loss on this machine (`thinwire lab`). The model is pre-trained
 first, for half a minute on other source, without a slow network. The same run is then done twice: with nothing
 compressed, and with the preset `max`. At the end a table is printed and a page with figures is written.
+
+With --local-steps the four ranks are two sites, as two data centres or two homes, each a pipeline of two stages.
+Inside a site links are fast; between the sites they are of --rate, --latency and --loss. The training is done first
+with `max`, which averages compressed gradients over that link after every step, then with `local-max`: each site
+trains by itself, and they average what they have moved, compressed further, every 10 steps (docs/local-steps.md).
 """
 
 from __future__ import annotations
@@ -14,20 +19,21 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.errors import UsageError
 from thinwire.installed import check_figures, check_training
-from thinwire.lab.topology import HostLink, make_link
-from thinwire.quantities import show_rate
+from thinwire.lab.topology import HostLink, in_sites, make_link
+from thinwire.quantities import show_bytes, show_rate
 from thinwire.terminal import progress, table, write_json
 
 if TYPE_CHECKING:
     from thinwire.report.runs import Run
 
-RUNS = ("off", "max")
+EVERY = 10  # steps between two averages of the sites
+
 TOML = """\
 # Written by `thinwire demo`; try it yourself: thinwire train {name}.toml --local 4 {links} --out out/mine
 [model]
@@ -39,7 +45,7 @@ corpus_bytes = {corpus}
 samples = {samples}
 held_out = 0.15
 [mesh]
-dp = 2
+{mesh}
 pp = 2
 microbatches = 4
 [optim]
@@ -53,57 +59,97 @@ eval_every = {every}
 checkpoint_every = 0
 [wire]
 preset = "{wire}"
+{local}"""
+LOCAL = f"""\
+[local]                      # between the sites; [wire] is inside a site
+preset = "local-max"
+every = {EVERY}
 """
 NEW = "hidden = 128\nlayers = 4\nheads = 4"
 PRETRAIN = 150  # steps of the pre-training
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs that differ in one thing.
+
+    names: of the runs, the first is what the second is compared with. sites: two sites, and a slow link between them.
+    steps, latency, out: what the options are where they are not given.
+    """
+
+    names: tuple[str, str]
+    sites: bool
+    steps: int
+    latency: str
+    out: str
+
+
+PER_STEP = Comparison(("off", "max"), False, 42, "0ms", "out/demo")
+BETWEEN_SITES = Comparison(("max", "local-max"), True, 120, "50ms", "out/demo-local")
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `thinwire demo` on its parser."""
     parser.description = __doc__
-    parser.add_argument("--rate", default="10mbit", help="of every host's link (default 10mbit)")
-    parser.add_argument("--latency", default="0ms", help="one way between hosts, such as 40ms (default 0ms)")
+    parser.add_argument(
+        "--local-steps",
+        action="store_true",
+        help="two sites: max after every step beside local-max, which averages seldom",
+    )
+    parser.add_argument("--rate", default="10mbit", help="of every host's, or site's, link (default 10mbit)")
+    parser.add_argument("--latency", help="one way between hosts, or sites (default 0ms, with --local-steps 50ms)")
     parser.add_argument("--loss", default="0%", help="packets lost on their way, such as 0.1%% (default 0%%)")
-    parser.add_argument("--steps", type=int, default=42, help="of each run (default 42)")
-    parser.add_argument("--out", default="out/demo", help="folder of runs and page (default out/demo)")
+    parser.add_argument("--steps", type=int, help="of each run (default 42, with --local-steps 120)")
+    parser.add_argument("--out", help="folder of runs and page (default out/demo, with --local-steps out/demo-local)")
     parser.add_argument("--json", metavar="PATH", help="write the table there")
     parser.add_argument("--watch", action="store_true", help="serve a page that follows both runs (thinwire watch)")
 
 
 def watched(args: argparse.Namespace) -> list[Path]:
     """The folders of the runs that are compared."""
-    return [Path(args.out) / name for name in RUNS]
+    shown = _chosen(args)
+    return [Path(args.out or shown.out) / name for name in shown.names]
+
+
+def _chosen(args: argparse.Namespace) -> Comparison:
+    return BETWEEN_SITES if args.local_steps else PER_STEP
 
 
 def run(args: argparse.Namespace) -> int:
-    """Pre-train, train uncompressed and compressed, print the table and write the report; the exit status."""
-    link = make_link({"rate": args.rate, "latency": args.latency, "loss": args.loss}, "")
-    if args.steps < 12:
-        raise UsageError(f"--steps {args.steps}: at least 12 are needed to see anything")
+    """Pre-train, train both ways, print the table and write the report; the exit status."""
+    shown = _chosen(args)
+    link = make_link({"rate": args.rate, "latency": args.latency or shown.latency, "loss": args.loss}, "")
+    steps = shown.steps if args.steps is None else args.steps
+    if steps < 12:
+        raise UsageError(f"--steps {steps}: at least 12 are needed to see anything")
     from thinwire.lab import check
 
     check_training()
     check_figures("the report at its end")
     finding = check()[0]
-    folder = Path(args.out)
+    folder = Path(args.out or shown.out)
     _clear(folder)
-    paths = _write_configs(folder, args.rate, link, args.steps)
+    paths = _write_configs(folder, shown, args.rate, link, steps)
     if finding.ok:
-        print(f"Fine-tuning on links of {_words(link)}, {args.steps} steps each: uncompressed, then compressed.")
-        _in_the_lab(paths, args.rate, link)
+        where = "two sites with a link" if shown.sites else "links"
+        print(f"Fine-tuning on {where} of {_words(link)}, {steps} steps each: {' then '.join(shown.names)}.")
+        _in_the_lab(paths, shown, args.rate, link)
     else:
         print(f"This machine forbids network namespaces: {finding.detail}. {finding.remedy}")
-        print("So both runs are on loopback, as fast as it is; what a slow network would do is simulated below.")
+        simulated = "" if shown.sites else "; what a slow network would do is simulated below"
+        print(f"So both runs are on loopback, as fast as it is{simulated}.")
         _on_loopback(paths)
     from thinwire.report.command import report
     from thinwire.report.runs import read_runs
 
-    runs = read_runs([folder / name for name in RUNS])
+    runs = read_runs([folder / name for name in shown.names])
     if finding.ok:  # the trainer records the rate; it does not know the others
         links = {"latency": link.latency, "loss": link.loss}
         runs = [replace(run, about={**run.about, **links}) for run in runs]
     document = report(runs, folder / "report.html")
-    if not finding.ok:
+    if shown.sites:
+        _show_sites(runs)
+    elif not finding.ok:
         _show_simulated(runs, link)
     settings = {"rate": link.up, "latency": link.latency, "loss": link.loss, "shaped": finding.ok}
     write_json(args.json, settings | document)
@@ -129,14 +175,16 @@ def _clear(folder: Path) -> None:
         raise UsageError(f"--out {folder}: cannot make that folder: {error.strerror}") from None
 
 
-def _write_configs(folder: Path, rate: str, link: HostLink, steps: int) -> list[Path]:
+def _write_configs(folder: Path, shown: Comparison, rate: str, link: HostLink, steps: int) -> list[Path]:
     """Write pretrain.toml and one configuration per run into the folder; their paths."""
     late = f" --latency {1e3 * link.latency:g}ms" if link.latency else ""
-    common = {"links": f"--rate {rate}{late}", "every": max(1, steps // 8)}
+    common = {"links": f"--rate {rate}{late}", "every": max(1, steps // 8), "mesh": "dp = 2", "local": ""}
     first = {"name": "pretrain", "wire": "off", "model": NEW, "corpus": 1_000_000, "samples": 0, "steps": PRETRAIN,
              "lr": 3e-3, **common, "every": PRETRAIN}  # fmt: skip
     tuned = {"model": 'path = "pretrain/model"', "corpus": 2_000_000, "samples": 226, "steps": steps, "lr": 5e-4}
-    tables = [first, *({"name": name, "wire": name, **tuned, **common} for name in RUNS)]
+    tables = [first, *({"name": name, "wire": name, **tuned, **common} for name in shown.names)]
+    if shown.sites:
+        tables[-1] |= {"wire": "max", "mesh": "sites = 2", "local": LOCAL}
     paths = []
     for values in tables:
         paths.append(folder / f"{values['name']}.toml")
@@ -144,7 +192,7 @@ def _write_configs(folder: Path, rate: str, link: HostLink, steps: int) -> list[
     return paths
 
 
-def _in_the_lab(paths: list[Path], rate: str, link: HostLink) -> None:
+def _in_the_lab(paths: list[Path], shown: Comparison, rate: str, link: HostLink) -> None:
     """Train by every configuration: on links of that rate, latency and loss, but the pre-training on fast ones."""
     from thinwire.lab import Network
     from thinwire.train.config.sections import load
@@ -154,14 +202,16 @@ def _in_the_lab(paths: list[Path], rate: str, link: HostLink) -> None:
 
     with ExitStack() as stack:
         near = far = stack.enter_context(Network(hosts=4, preload=PRELOAD))
-        if link.delayed:
+        if shown.sites:
+            far = stack.enter_context(Network(topology=in_sites(2, 2, link), preload=PRELOAD))
+        elif link.delayed:
             far = stack.enter_context(Network(hosts=4, latency=link.latency, loss=link.loss, preload=PRELOAD))
         for path in paths:
             config = load(path)
-            slow, network = (rate, far) if path.stem in RUNS else ("unlimited", near)
-            for host in range(4):
+            slow, network = (rate, far) if path.stem in shown.names else ("unlimited", near)
+            for host in range(4) if not shown.sites else ():
                 network.set_rate(host, slow)
-            label = f"wire {path.stem}" if path.stem in RUNS else "pre-training"
+            label = path.stem if path.stem in shown.names else "pre-training"
             with locked(config.run.out):
                 record(config, str(path))
                 train_local(config, rate=slow, network=network, label=label)
@@ -177,6 +227,24 @@ def _on_loopback(paths: list[Path]) -> None:
             if done.returncode != 0:
                 raise UsageError(f"the run of {path} failed:\n{done.stderr[-2000:]}")
             advance(path.stem, 1)
+
+
+def _show_sites(runs: Sequence[Run]) -> None:
+    """Print what crossed the link between the sites: of per-step runs, gradients and the tied embedding."""
+    between = [run.sent["site"] or run.sent["gradient"] + run.sent["embedding"] for run in runs]
+    seconds = [run.seconds or 0.0 for run in runs]
+    rows = [
+        (
+            run.name,
+            f"{time:.1f} s",
+            show_bytes(sent),
+            f"{time / len(run.steps):.3f} s",
+            show_bytes(sent / len(run.steps)),
+        )
+        for run, sent, time in zip(runs, between, seconds)
+    ]
+    columns = ("run", "time", "between sites", "per step", "between sites, per step")
+    table("Over the link between the sites", columns, rows)
 
 
 def _show_simulated(runs: Sequence[Run], link: HostLink) -> None:

@@ -108,6 +108,13 @@ def flat(hosts: int, link: HostLink, subnet: str = SUBNET, mtu: int = MTU, tcp: 
     return _number(placed, {"lab": HostLink()}, subnet, mtu, tcp)
 
 
+def in_sites(sites: int, hosts: int, uplink: HostLink, subnet: str = SUBNET) -> Topology:
+    """`sites` sites of `hosts` hosts each, site0 and so on; hosts' links are unlimited, every site has this uplink."""
+    names = [f"site{i}" for i in range(sites)]
+    placed = [(f"{name}-{i}", name, HostLink()) for name in names for i in range(hosts)]
+    return _number(placed, dict.fromkeys(names, uplink), subnet, MTU, DEFAULT)
+
+
 def load(path: str | Path, subnet: str = SUBNET) -> Topology:
     """Read a topology file; the format is in docs/lab.md."""
     document = read_toml(path, "topology ")

@@ -20,9 +20,8 @@ from thinwire.quantities import show_bytes
 from thinwire.report.runs import CHANNELS, Point, Run, reached
 from thinwire.report.summary import Summary
 
-SHADES = dict(
-    zip(CHANNELS, (COLOURS["forward"], COLOURS["backward"], COLOURS["gradient, embedding"], COLOURS["codec"]))
-)
+KINDS = ("forward", "backward", "gradient, embedding", "codec", "weight backward")
+SHADES = dict(zip(CHANNELS, (COLOURS[kind] for kind in KINDS)))
 RUNS = tuple(LINES[i] for i in (0, 6, 3, 2, 5, 4, 7, 1))  # the first run in black, the second in vermilion
 SIZE = (6.6, 4.0)  # inches
 STYLES = ("-", "--", "-.", ":")  # repeat the difference between runs for those who see no colours
@@ -196,7 +195,8 @@ def _bars(axes: Axes, runs: Sequence[Run], share: bool) -> None:
     for channel, shade in SHADES.items():
         width = [run.sent[channel] / total for run, total in zip(runs, whole)]
         if any(width):
-            axes.barh(at, width, left=before, height=0.6, color=shade, label=channel)
+            name = "between sites" if channel == "site" else channel
+            axes.barh(at, width, left=before, height=0.6, color=shade, label=name)
         before = [a + b for a, b in zip(before, width)]
     if not share:
         for row, run in zip(at, runs):

@@ -123,9 +123,10 @@ def _results(summary: Summary) -> str:
 
 
 def _sent(summary: Summary) -> str:
-    columns = ("run", *CHANNELS, "all", "fp32 would send")
+    shown = [c for c in CHANNELS if c != "site" or any(line.channels[c] for line in summary.lines)]
+    columns = ("run", *("between sites" if c == "site" else c for c in shown), "all", "fp32 would send")
     rows = [
-        (line.name, *(show_bytes(line.channels[c]) for c in CHANNELS), show_bytes(line.bytes),
+        (line.name, *(show_bytes(line.channels[c]) for c in shown), show_bytes(line.bytes),
          markup.ABSENT if line.raw is None else show_bytes(line.raw))
         for line in summary.lines
     ]  # fmt: skip

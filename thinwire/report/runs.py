@@ -17,7 +17,7 @@ from thinwire.errors import UsageError
 from thinwire.report.markup import plain
 from thinwire.train.metrics import METRICS, EventReader, say_unreadable
 
-CHANNELS = ("forward", "backward", "gradient", "embedding")
+CHANNELS = ("forward", "backward", "gradient", "embedding", "site")  # the last: between sites, where there are several
 LARGEST = sys.float_info.max
 Event = Mapping[str, Any]
 Point = tuple[float, float]
@@ -34,7 +34,7 @@ class Run:
     steps: tuple[Event, ...]
     evals: tuple[Event, ...]
     ended: bool
-    told: tuple[Event, ...] = ()  # all other events: notes, decisions, and kinds that this version does not know
+    told: tuple[Event, ...] = ()  # all others but "sites": notes, decisions, and kinds that this version does not know
     notes: tuple[str, ...] = ()
 
     @property
@@ -188,7 +188,8 @@ def read_run(folder: Path) -> Run:
 
 def make_run(folder: Path, events: Sequence[Event]) -> Run:
     """A run of these events of its metrics file, and of the run.toml in `folder`."""
-    kinds = {kind: tuple(e for e in events if e.get("kind") == kind) for kind in ("run", "step", "eval", "end")}
+    known = ("run", "step", "eval", "end", "sites")
+    kinds = {kind: tuple(e for e in events if e.get("kind") == kind) for kind in known}
     about = kinds["run"][0] if kinds["run"] else {}
     name = plain(str(about.get("name") or folder.resolve().name))
     told = tuple(e for e in events if e.get("kind") not in kinds)

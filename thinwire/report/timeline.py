@@ -62,6 +62,8 @@ def fitted(run: Run, *, measured_at: str | None = None, elsewhere: bool = False)
     config = read_config({**run.document, "wire": run.about.get("wire") or {}})
     if config.model.lora is not None:
         raise UsageError("the simulator does not know adapters (LoRA), whose gradients are smaller than the model")
+    if config.mesh.sites > 1:
+        raise UsageError("the simulator knows one site, and this run has several")
     if config.optim.accumulate > 1:
         raise UsageError("the simulator knows one pipeline pass per step, and this run accumulates several")
     steps = [seconds for _, seconds in run.series("step_seconds")]

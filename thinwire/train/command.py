@@ -3,6 +3,9 @@
 thinwire train --init run.toml                    write a commented configuration
 thinwire train run.toml                           one rank, or under torchrun on any number of machines
 thinwire train run.toml --local 4 --rate 100mbit  four ranks here, on links of 100 Mbit/s (`thinwire lab`)
+
+With [mesh] sites = 2 and a table [local] a run has two sites, which train by themselves and average seldom. Then
+--rate, --latency and --loss are of the links between sites, and the ranks of a site have fast ones.
 """
 
 from __future__ import annotations
@@ -34,8 +37,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--local", type=int, metavar="N", help="start N ranks on this machine, each (tp of them) on a host of the lab"
     )
-    parser.add_argument("--rate", help="of every host's link, with --local: 100mbit, 1gbit (default: unshaped)")
-    parser.add_argument("--latency", default="0ms", help="one way between hosts, with --local (default 0ms)")
+    parser.add_argument(
+        "--rate", help="of every host's link, or every site's to the others, with --local: 100mbit (default: unshaped)"
+    )
+    parser.add_argument("--latency", default="0ms", help="one way between hosts, or sites, with --local (default 0ms)")
     parser.add_argument(
         "--loss", default="0%", help="packets lost on their way, with --local, such as 0.1%% (default 0%%)"
     )
@@ -112,9 +117,11 @@ def _train_local(config: TrainConfig, args: argparse.Namespace) -> int:
     from thinwire.train.stop import StopRequest
 
     record(config, args.config, args.resume)
-    hosts = f"{config.mesh.ranks} ranks on this machine, links {args.rate or 'unlimited'}"
-    print(f"{hosts}, wire {config.wire.get('preset', 'as in run.toml') if config.wire else 'off'}", flush=True)
-    with StopRequest(loud=True) as stop:
+    sites = config.mesh.sites
+    hosts = f"{config.mesh.ranks} ranks on this machine{f' in {sites} sites' if sites > 1 else ''}"
+    links = f"links{' between sites' if sites > 1 else ''} {args.rate or 'unlimited'}"
+    print(f"{hosts}, {links}, wire {config.wire.get('preset', 'as in run.toml') if config.wire else 'off'}", flush=True)
+    with StopRequest(True, config.mesh.sites) as stop:
         events = train_local(
             config,
             rate=args.rate,

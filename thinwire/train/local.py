@@ -8,8 +8,10 @@ from pathlib import Path
 
 from thinwire.errors import RunFailed, UsageError
 from thinwire.lab import Job, Network, RankFailed, check
+from thinwire.lab.topology import Topology, flat, in_sites, make_link
 from thinwire.quantities import parse_rate
 from thinwire.terminal import progress
+from thinwire.train.config.mesh import MeshConfig
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.metrics import METRICS, Event, EventReader, read_events
 from thinwire.train.show import describe
@@ -30,7 +32,7 @@ def train_local(
     """Train on hosts of the lab, the ranks of a tensor-parallel group on one host; returns the events of the run.
 
     rate, latency, loss: of every host's link, such as "100mbit", "10ms" and "0.1%"; latency is one way, rate None
-    unlimited.
+    unlimited. With several sites they are of every site's link to the others; inside a site links are unlimited.
     resume: go on from the newest checkpoint.
     timeout: seconds that the run may take; None: no limit.
     network: a network that is open already, whose rate is `rate`; None: one is made for this run.
@@ -41,9 +43,15 @@ def train_local(
         raise UsageError("this machine forbids network namespaces (thinwire doctor says more): use torchrun instead")
     if network is not None:
         return _watched(network, config, resume, timeout, label, parse_rate(rate), stop)
-    hosts = config.mesh.ranks // config.mesh.tp
-    with Network(hosts=hosts, rate=rate, latency=latency, loss=loss, preload=PRELOAD) as net:
+    with Network(topology=topology(config.mesh, rate, latency, loss), preload=PRELOAD) as net:
         return _watched(net, config, resume, timeout, label, parse_rate(rate), stop)
+
+
+def topology(mesh: MeshConfig, rate: str | None, latency: str | float, loss: str | float) -> Topology:
+    """The hosts of a run, one per tensor-parallel group, and their links; with several sites the links between them."""
+    link = make_link({"latency": latency, "loss": loss} | ({} if rate is None else {"rate": rate}), "")
+    hosts = mesh.site_ranks // mesh.tp
+    return flat(hosts, link) if mesh.sites == 1 else in_sites(mesh.sites, hosts, link)
 
 
 def _train(config: TrainConfig, resume: bool, rate: float | None) -> int:

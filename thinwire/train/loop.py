@@ -65,7 +65,7 @@ class Trainer:
         self.seconds = 0.0
         self.last_seconds = 0.0  # of the last step
         self.last_hit_rate: float | None = None  # of its samples
-        self.stop = StopRequest(loud=self.rank == 0)
+        self.stop = StopRequest(self.rank == 0, config.mesh.sites)
         self.agreed_to_stop = False
         self.totals = self._totals()
         self.watch = self._watch()

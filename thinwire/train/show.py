@@ -7,7 +7,7 @@ from typing import Any
 
 from thinwire.quantities import show_bytes, show_duration
 
-TRAFFIC = ("forward", "backward", "gradient", "embedding")
+TRAFFIC = ("forward", "backward", "gradient", "embedding", "site")  # the last between sites, where there are several
 
 
 def describe(event: dict[str, Any]) -> str:
@@ -42,5 +42,6 @@ def _scores(event: dict[str, Any]) -> list[str]:
 
 def _sent(event: dict[str, Any]) -> str:
     """What all ranks have sent since the start, in words; empty for a run of one rank."""
-    sent = sum(event[f"{kind}_bytes"] for kind in TRAFFIC)
-    return f"{show_bytes(sent)} sent, {event['raw_bytes'] / sent:.1f}× less than fp32" if sent else ""
+    sent = sum(event.get(f"{kind}_bytes", 0) for kind in TRAFFIC)
+    between = f" ({show_bytes(event['site_bytes'])} between sites)" if "site_bytes" in event else ""
+    return f"{show_bytes(sent)} sent{between}, {event['raw_bytes'] / sent:.1f}× less than fp32" if sent else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -166,8 +167,8 @@ def _members(states: Sequence[State]) -> str:
     """Who takes part, and who came and went, as far as the runs record it."""
     lines = []
     for state in states:
-        sizes = [int(number(state.run.about, "mesh", key) or 1) for key in ("dp", "pp", "tp")]
-        ranks = sizes[0] * sizes[1] * sizes[2]
+        sizes = [int(number(state.run.about, "mesh", key) or 1) for key in ("sites", "dp", "pp", "tp")]
+        ranks = math.prod(sizes)
         if state.run.about:
             lines.append(f"{state.run.name}: started with {ranks} rank{'s' if ranks > 1 else ''}.")
     rows = [(name, str(e["step"]), say(e)) for name, e in told_by(states) if e["kind"] == MEMBER][::-1][:LAST]

@@ -15,7 +15,7 @@ from thinwire.installed import check_installed, missing
 from thinwire.train.loggers.services import Logger, MLflow, TensorBoard, WeightsAndBiases
 
 EXTRAS = {"tensorboard": "train", "wandb": "wandb", "mlflow": "mlflow"}  # logger → extra; both are modules' names
-SENT = ("forward_bytes", "backward_bytes", "gradient_bytes", "embedding_bytes")
+SENT = ("forward_bytes", "backward_bytes", "gradient_bytes", "embedding_bytes", "site_bytes")
 
 
 def check_loggers(names: Sequence[str] | None) -> None:

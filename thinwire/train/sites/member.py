@@ -47,6 +47,7 @@ class Member:
         for at, name in enumerate(COUNTS[:BYTES]):
             numbers[name] += int(self.news.others[at])
         numbers["site_bytes"], numbers["site_raw_bytes"] = self.news.sent
+        numbers["raw_bytes"] += self.news.sent.raw
         self.totals.bytes = sum(numbers[name] for name in (*COUNTS[: BYTES - 1], "site_bytes"))
         return heard
 

@@ -90,12 +90,13 @@ class Trainer:
         """Train to the end; returns the held-out loss there (NaN without held-out samples)."""
         try:
             with self.stop:
-                return self._fit()
+                held_out = self._fit()
+            if self.sites is not None:  # not after an error: its threads may wait for sites that are gone
+                self.sites.close()
+            return held_out
         finally:
             self.parts.update.close()
             self.vote.close()
-            if self.sites is not None:
-                self.sites.close()
             if self.metrics is not None:
                 self.metrics.close()
 

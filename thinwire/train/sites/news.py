@@ -65,8 +65,7 @@ class News:
         return self._hear()
 
     def close(self) -> None:
-        """Free the group; what is under way arrives first."""
-        self._hear()
+        """Free the group."""
         dist.destroy_process_group(self.group)
 
     def _tell(self, stop: bool, sent: Sent, counters: Tensor) -> None:

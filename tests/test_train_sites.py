@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import random
 import shutil
+from pathlib import Path
 
 import pytest
 from train_ranks import MAX, Stopped, settings, several, several_and_stopped
@@ -12,7 +16,8 @@ from thinwire.lab import Network, check
 from thinwire.train.metrics import read_events
 
 LAB = pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)")
-PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.loop")
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks" / "network"
+PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.rank")
 EXACT = {"preset": "diloco", "every": 3}
 OURS = {"preset": "local-max", "every": 3}  # sent after steps 3, 6, …, applied one step later
 FEW = {"samples": 24, "held_out": 0.1}
@@ -39,9 +44,11 @@ def copied(out, step, to) -> None:
 @LAB
 @pytest.mark.lab
 @pytest.mark.timeout(200)
-def test_sites(tmp_path):
-    """In one launch: a pipeline inside a site trains as replicas do; resuming between sending and applying is bitwise;
-    another number of sites goes on; a stop on one site stops all."""
+def test_sites(tmp_path, monkeypatch):
+    """In one launch: a pipeline inside a site trains as replicas do; resuming between sending and applying is bitwise,
+    and so it is after kills; another number of sites goes on; a stop on one site stops all."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    kills = importlib.import_module("site_kills")
     piped, twins = {"sites": 2, "pp": 2}, {"sites": 2, "dp": 2}
     short = {"steps": 7}
     ours = {"mesh": piped, "local": OURS, "data": FEW, "optim": short}
@@ -60,6 +67,9 @@ def test_sites(tmp_path):
         ]
         stopped = settings(tmp_path / "stopped", mesh=piped, local=OURS, data=FEW, optim=short)
         second = net.run(several_and_stopped, resumed, stopped, timeout=90, echo=False)
+        rough = settings(tmp_path / "rough", MAX, **ours)
+        assert len(kills.disturb(net, rough, 2, random.Random(int(os.environ.get("THINWIRE_SEED", 0))))) == 2
+    assert kills.outcome(tmp_path / "rough") == kills.outcome(tmp_path / "max")
     _check_same_training(tmp_path, first)
     assert same([runs for runs, _ in second], 0) == same(first, 2)
     before, after = (events(tmp_path / name, "step") for name in ("max", "again"))

@@ -17,7 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.torch_private.groups import timeout_of
 from thinwire.train.config.mesh import MeshConfig
 
-SITE_PATIENCE = 10  # how many times as long as inside a site ranks wait for other sites, which may be slower
+SITE_PATIENCE = (
+    10  # how many times as long as inside a site ranks wait where other sites, which may be slower, take part
+)
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,11 @@ def groups_of_ends(config: MeshConfig) -> list[list[int]]:
 
 
 def make_mesh(config: MeshConfig, device: str = "cpu") -> Mesh:
-    """This rank's place and groups; every rank of the world calls it. `device`: "cpu" or "cuda"."""
+    """This rank's place and groups; every rank of the world calls it. `device`: "cpu" or "cuda".
+
+    Groups wait as long as the default one; with several sites those inside a site wait SITE_PATIENCE times less."""
     layout = torch.arange(config.ranks).view(config.sites, config.dp, config.pp, config.tp)
-    timeout = timeout_of(None)
+    timeout = timeout_of(None) / (SITE_PATIENCE if config.sites > 1 else 1)
     dp, pp, tp = (_group_along(layout, dimension, timeout) for dimension in range(1, 4))
     site, rest = divmod(dist.get_rank(), config.site_ranks)
     mesh = DeviceMesh.from_group([dp, pp, tp], device, mesh=layout[site], mesh_dim_names=("dp", "pp", "tp"))
@@ -96,7 +100,7 @@ def make_mesh(config: MeshConfig, device: str = "cpu") -> Mesh:
     across: dist.ProcessGroup | None = None
     if config.sites > 1:
         inside = _group_along(layout.flatten(1), 1, timeout)
-        across = _group_along(layout.flatten(1), 0, SITE_PATIENCE * timeout)
+        across = _group_along(layout.flatten(1), 0, timeout_of(None))
     return Mesh(config, replica, position, shard, dp, pp, mesh["tp"], ends, pair, site, inside, across)
 
 

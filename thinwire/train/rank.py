@@ -24,6 +24,7 @@ from thinwire.train.build import check
 from thinwire.train.checkpoint import refuse_second_run
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.loop import Trainer
+from thinwire.train.mesh import SITE_PATIENCE
 from thinwire.train.metrics import METRICS, read_events
 from thinwire.train.show import closing, describe
 
@@ -48,7 +49,7 @@ def train_rank(
     resume: go on from the newest checkpoint.
     local_rank: this rank's number on its machine.
     alone: there is no other rank, and no variables of torchrun.
-    patience: seconds that this rank waits for the others.
+    patience: seconds that this rank waits for the others of its site; for other sites SITE_PATIENCE times as long.
     rate: of the links in bit/s, where it is known; it is only recorded.
     show: print progress on rank 0, and at the end what was sent and saved.
     """
@@ -58,7 +59,8 @@ def train_rank(
         raise RunFailed(f"{error.filename or 'reading what the run needs'}: {error.strerror or error}") from error
     if config.run.device == "cuda":
         take_card(local_rank)
-    _make_group(BACKENDS[config.run.device], alone, timedelta(seconds=patience))
+    longest = patience * (SITE_PATIENCE if config.mesh.sites > 1 else 1)
+    _make_group(BACKENDS[config.run.device], alone, timedelta(seconds=longest))
     heartbeat = Heartbeat()
     try:
         trainer = Trainer(config, resume=resume, local_rank=local_rank, say=_say, rate=rate, checked=checked)

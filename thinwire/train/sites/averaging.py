@@ -20,6 +20,7 @@ from thinwire.data_parallel.checkpoint import concerns
 from thinwire.data_parallel.tied_embedding import NAME as TIED
 from thinwire.distributed.values import gather_json
 from thinwire.local_steps.local_steps import LocalSteps
+from thinwire.torch_private.groups import timeout_of
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.mesh import Mesh
 from thinwire.train.sites.news import Sent
@@ -150,7 +151,7 @@ def _holders(mesh: Mesh, holds: bool) -> dist.ProcessGroup | None:
     mine: dist.ProcessGroup | None = None
     for replica, held in enumerate(everyone):
         ranks = (held.nonzero().flatten() + replica * everyone.shape[1]).tolist()
-        group = dist.new_group(ranks) if ranks else None
+        group = dist.new_group(ranks, timeout=timeout_of(mesh.pp)) if ranks else None
         if replica == mesh.replica_of_all and holds:
             mine = group
     return mine

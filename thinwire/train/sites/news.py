@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.config.local import Local
 from thinwire.local_steps.schedule import Schedule
 from thinwire.torch_private.groups import timeout_of
-from thinwire.train.mesh import SITE_PATIENCE, Mesh
+from thinwire.train.mesh import Mesh
 
 HEAD = 5  # numbers of a message before the counters: stop, losses added up, of how many steps, bytes sent, raw bytes
 
@@ -38,7 +38,7 @@ class News:
     def __init__(self, settings: Local, mesh: Mesh, counters: int) -> None:
         self.schedule = Schedule(settings.every, settings.fragments, settings.delay, settings.warmup)
         self.mesh = mesh
-        self.group = dist.new_group(timeout=SITE_PATIENCE * timeout_of(None), backend="gloo")
+        self.group = dist.new_group(timeout=timeout_of(None), backend="gloo")
         self.under_way: tuple[dist.Work, list[Tensor]] | None = None
         self.loss, self.steps = 0.0, 0  # added up since the last message
         self.others = torch.zeros(counters, dtype=torch.float64)  # counters of all other sites, as last heard

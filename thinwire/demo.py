@@ -85,7 +85,7 @@ class Comparison:
 
 
 PER_STEP = Comparison(("off", "max"), False, 42, "0ms", "out/demo")
-BETWEEN_SITES = Comparison(("max", "local-max"), True, 120, "50ms", "out/demo-local")
+BETWEEN_SITES = Comparison(("max", "local-max"), True, 60, "50ms", "out/demo-local")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", default="10mbit", help="of every host's, or site's, link (default 10mbit)")
     parser.add_argument("--latency", help="one way between hosts, or sites (default 0ms, with --local-steps 50ms)")
     parser.add_argument("--loss", default="0%", help="packets lost on their way, such as 0.1%% (default 0%%)")
-    parser.add_argument("--steps", type=int, help="of each run (default 42, with --local-steps 120)")
+    parser.add_argument("--steps", type=int, help="of each run (default 42, with --local-steps 60)")
     parser.add_argument("--out", help="folder of runs and page (default out/demo, with --local-steps out/demo-local)")
     parser.add_argument("--json", metavar="PATH", help="write the table there")
     parser.add_argument("--watch", action="store_true", help="serve a page that follows both runs (thinwire watch)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +80,20 @@ def _different(runs: Sequence[Run]) -> list[str]:
         notes.append("[model] differs between the runs: compare their losses with care.")
     if len({number(run.about, "samples") for run in runs} - {None}) > 1 or len(_distinct(runs, "data", DATA_KEYS)) > 1:
         notes.append("The runs do not train on the same data: their losses do not compare.")
-    for what in ("mesh", "rate"):
-        if len({repr(run.about[what]) for run in runs if what in run.about}) > 1:
-            name = {"mesh": "mesh", "rate": "rate of the network"}[what]
-            notes.append(f"The {name} differs between the runs: their times do not compare.")
+    if len({_mesh(run) for run in runs if "mesh" in run.about}) > 1:
+        notes.append("The mesh differs between the runs: their times do not compare.")
+    if len({repr(run.about["rate"]) for run in runs if "rate" in run.about}) > 1:
+        notes.append("The rate of the network differs between the runs: their times do not compare.")
     return notes
+
+
+def _mesh(run: Run) -> str:
+    """Sites count as replicas: two sites are compared with two replicas on the same machines."""
+    mesh = run.about["mesh"]
+    if not isinstance(mesh, Mapping) or "sites" not in mesh:
+        return repr(mesh)
+    replicas = (number(mesh, "sites") or 1) * (number(mesh, "dp") or 1)
+    return repr({"dp": int(replicas)} | {key: mesh[key] for key in mesh if key not in ("sites", "dp")})
 
 
 def _distinct(runs: Sequence[Run], section: str, keys: Sequence[str] = ()) -> set[str]:

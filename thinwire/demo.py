@@ -43,7 +43,7 @@ seq_len = 128
 tokenizer = "bytes"
 corpus_bytes = {corpus}
 samples = {samples}
-held_out = 0.15
+held_out = {held_out}
 [mesh]
 {mesh}
 pp = 2
@@ -74,18 +74,23 @@ class Comparison:
     """Two runs that differ in one thing.
 
     names: of the runs, the first is what the second is compared with. sites: two sites, and a slow link between them.
+    more: how many times as many steps the second makes. samples, held_out: of the data, and the share of it that is
+    evaluated on.
     steps, latency, out: what the options are where they are not given.
     """
 
     names: tuple[str, str]
     sites: bool
+    more: int
+    samples: int
+    held_out: float
     steps: int
     latency: str
     out: str
 
 
-PER_STEP = Comparison(("off", "max"), False, 42, "0ms", "out/demo")
-BETWEEN_SITES = Comparison(("max", "local-max"), True, 60, "50ms", "out/demo-local")
+PER_STEP = Comparison(("off", "max"), False, 1, 226, 0.15, 42, "0ms", "out/demo")
+BETWEEN_SITES = Comparison(("max", "local-max"), True, 3, 3200, 0.02, 60, "50ms", "out/demo-local")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
     paths = _write_configs(folder, shown, args.rate, link, steps)
     if finding.ok:
         where = "two sites with a link" if shown.sites else "links"
-        print(f"Fine-tuning on {where} of {_words(link)}, {steps} steps each: {' then '.join(shown.names)}.")
+        plan = " then ".join(f"{name} for {count} steps" for name, count in _steps(shown, steps).items())
+        print(f"Fine-tuning on {where} of {_words(link)}: {plan}.")
         _in_the_lab(paths, shown, args.rate, link)
     else:
         print(f"This machine forbids network namespaces: {finding.detail}. {finding.remedy}")
@@ -157,6 +163,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _steps(shown: Comparison, steps: int) -> dict[str, int]:
+    """Of each run by name."""
+    return dict(zip(shown.names, (steps, shown.more * steps)))
+
+
 def _words(link: HostLink) -> str:
     """A link as the user would write it."""
     late = f", {1e3 * link.latency:g} ms" if link.latency else ""
@@ -178,11 +189,14 @@ def _clear(folder: Path) -> None:
 def _write_configs(folder: Path, shown: Comparison, rate: str, link: HostLink, steps: int) -> list[Path]:
     """Write pretrain.toml and one configuration per run into the folder; their paths."""
     late = f" --latency {1e3 * link.latency:g}ms" if link.latency else ""
-    common = {"links": f"--rate {rate}{late}", "every": max(1, steps // 8), "mesh": "dp = 2", "local": ""}
+    common = {"links": f"--rate {rate}{late}", "mesh": "dp = 2", "local": ""}
     first = {"name": "pretrain", "wire": "off", "model": NEW, "corpus": 1_000_000, "samples": 0, "steps": PRETRAIN,
-             "lr": 3e-3, **common, "every": PRETRAIN}  # fmt: skip
-    tuned = {"model": 'path = "pretrain/model"', "corpus": 2_000_000, "samples": 226, "steps": steps, "lr": 5e-4}
-    tables = [first, *({"name": name, "wire": name, **tuned, **common} for name in shown.names)]
+             "lr": 3e-3, "every": PRETRAIN, "held_out": 0.15, **common}  # fmt: skip
+    tuned = {"model": 'path = "pretrain/model"', "corpus": 2_000_000, "samples": shown.samples, "lr": 5e-4}
+    tuned |= {"held_out": shown.held_out}
+    counts = _steps(shown, steps).items()
+    runs = [{"name": name, "wire": name, "steps": some, "every": max(1, some // 8)} for name, some in counts]
+    tables = [first, *({**tuned, **common, **run} for run in runs)]
     if shown.sites:
         tables[-1] |= {"wire": "max", "mesh": "sites = 2", "local": LOCAL}
     paths = []

@@ -8,7 +8,7 @@ compressed, and with the preset `max`. At the end a table is printed and a page 
 With --local-steps the four ranks are two sites, as two data centres or two homes, each a pipeline of two stages.
 Inside a site links are fast; between the sites they are of --rate, --latency and --loss. The training is done first
 with `max`, which averages compressed gradients over that link after every step, then with `local-max`: each site
-trains by itself, and they average what they have moved, compressed further, every 10 steps (docs/local-steps.md).
+trains by itself, and they average what they have moved, compressed further, every 5 steps (docs/local-steps.md).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from thinwire.terminal import progress, table, write_json
 if TYPE_CHECKING:
     from thinwire.report.runs import Run
 
-EVERY = 10  # steps between two averages of the sites
+EVERY = 5  # steps between two averages of the sites
 
 TOML = """\
 # Written by `thinwire demo`; try it yourself: thinwire train {name}.toml --local 4 {links} --out out/mine

@@ -117,10 +117,7 @@ def _train_local(config: TrainConfig, args: argparse.Namespace) -> int:
     from thinwire.train.stop import StopRequest
 
     record(config, args.config, args.resume)
-    sites = config.mesh.sites
-    hosts = f"{config.mesh.ranks} ranks on this machine{f' in {sites} sites' if sites > 1 else ''}"
-    links = f"links{' between sites' if sites > 1 else ''} {args.rate or 'unlimited'}"
-    print(f"{hosts}, {links}, wire {config.wire.get('preset', 'as in run.toml') if config.wire else 'off'}", flush=True)
+    print(_started(config, args.rate or "unlimited"), flush=True)
     with StopRequest(True, config.mesh.sites) as stop:
         events = train_local(
             config,
@@ -137,6 +134,17 @@ def _train_local(config: TrainConfig, args: argparse.Namespace) -> int:
         return INTERRUPTED
     print(closing(config.run.out, events))
     return 0
+
+
+def _started(config: TrainConfig, rate: str) -> str:
+    """The first line of a run on this machine."""
+    sites = config.mesh.sites
+    wire = config.wire.get("preset", "as in run.toml") if config.wire else "off"
+    ranks = f"{config.mesh.ranks} ranks on this machine"
+    if sites == 1:
+        return f"{ranks}, links {rate}, wire {wire}"
+    local = config.local.get("preset", "as in run.toml")
+    return f"{ranks} in {sites} sites, wire {wire} inside a site, between sites links {rate} and local steps {local}"
 
 
 def _init(path: Path) -> int:

@@ -241,7 +241,8 @@ def test_options_reach_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_watched", watched)
     words = ["--local", "1", "--rate", "3mbit", "--latency", "7ms", "--resume", "--timeout", "9", "--wire", "safe"]
     assert main(["train", run, *words, "--out", str(out)]) == 0
-    assert (seen["hosts"], seen["rate"], seen["latency"], seen["measured_against"]) == (1, "3mbit", "7ms", 3e6)
+    (host,) = seen["topology"].hosts
+    assert (host.link.up, host.link.down, host.link.latency, seen["measured_against"]) == (3e6, 3e6, 7e-3, 3e6)
     assert seen["resume"] and seen["timeout"] == 9.0
     assert seen["config"].run.out == str(out) and seen["config"].wire == {"preset": "safe"}
     kept = json.loads((out / "config.json").read_text())

@@ -13,6 +13,8 @@ from train_ranks import MAX, Stopped, settings, several, several_and_stopped
 
 from thinwire.errors import UsageError
 from thinwire.lab import Network, check
+from thinwire.train.config.mesh import MeshConfig
+from thinwire.train.local import topology
 from thinwire.train.metrics import read_events
 
 LAB = pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)")
@@ -92,6 +94,15 @@ def _check_same_training(folder, ranks) -> None:
     assert [e["step"] for e in events(folder / "piped", "sites")] == [3, 6, 7]
     between = [e["site_bytes"] for e in events(folder / "piped", "step")]
     assert between[1] == 0 < between[2] == between[3] < between[-1]
+
+
+def test_links_of_the_lab_are_between_sites():
+    """--rate and --latency: of every host's link with one site, of the sites' uplinks with several."""
+    one, two = (topology(MeshConfig(pp=2, **sites), "3mbit", "7ms", "0%") for sites in ({"dp": 2}, {"sites": 2}))
+    assert {(host.site, host.link.up, host.link.latency) for host in one.hosts} == {("lab", 3e6, 7e-3)}
+    assert [host.site for host in two.hosts] == ["site0", "site0", "site1", "site1"]
+    assert {host.link.up for host in two.hosts} == {None}
+    assert {(link.up, link.latency) for link in two.sites.values()} == {(3e6, 7e-3)}
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

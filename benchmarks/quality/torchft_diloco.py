@@ -110,6 +110,7 @@ def _torchft(job: Job, model: nn.Module, inner: Optimizer, rank: int) -> Begun:
         manager.shutdown(wait=False)
         if server is not None:
             server.shutdown()
+        assert store.port  # it serves as long as somebody holds it
 
     return diloco, lambda: None, finish
 

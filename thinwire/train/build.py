@@ -102,12 +102,7 @@ class Checked:
 def check(config: TrainConfig) -> Checked:
     """Check wire, data, and that the model can be split as the mesh says; mistakes are UsageErrors."""
     wire = Wire.of(config.wire)
-    check_auto(wire)
-    if config.mesh.sites > 1 and is_asked(wire):
-        raise UsageError(
-            f"[wire] auto, when = 'critical' or stages = 'slack': cannot be combined with [mesh] sites = "
-            f"{config.mesh.sites}, since they measure one site; take a preset such as max"
-        )
+    check_auto(wire, config.mesh.sites)
     if config.local:
         Local.read(config.local)
     source = config.model.path or config.model.config
@@ -233,8 +228,8 @@ def build(
     check_agreement("thinwire train", {"the configuration": repr(config), "the data": samples.digest}, None)
     given = _with_streams(checked.wire, mesh, say)
     blueprint = cut_by_time(config, checked.blueprint, say)
-    replicas, sites = config.mesh.replicas, config.mesh.sites
-    batches = Batches(samples, config.optim.batch, config.data.seed, mesh.replica_of_all, replicas, sites)
+    spread = (mesh.replica_of_all, config.mesh.replicas, config.mesh.sites)
+    batches = Batches(samples, config.optim.batch, config.data.seed, *spread)
     mine = [stage for stage, rank in enumerate(config.mesh.plan().rank_of) if rank == mesh.position]
     cut = mesh.tp if config.mesh.tp > 1 else None
     stages = build_stages(blueprint, mine, config.run.seed, config.run.device, config.run.recompute, cut)

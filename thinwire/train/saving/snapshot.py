@@ -156,7 +156,6 @@ class Snapshot:
         return same_cut and before == now
 
 
-
 def _sites(count: int) -> str:
     return "one site" if count == 1 else f"{count} sites"
 

@@ -254,8 +254,9 @@ def build(
     )
     steps = _say_if_once(config, wire, batches.steps_per_epoch, say)
     chosen = select(config, wire, decision, stages, named)
+    tied = next((stage.tied for stage in stages.values() if stage.tied), None)  # where another rank has a copy too
     shared = [] if config.mesh.pp == 1 else next(iter(stages.values())).shared
-    update = Update(config, chosen, mesh, named, _tied(stages), rows, batches.steps_per_epoch, shared)
+    update = Update(config, chosen, mesh, named, tied, rows, batches.steps_per_epoch, shared)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
 
 
@@ -295,8 +296,3 @@ def _precompile(
 def _with_depth(config: TrainConfig, decision: Decision | None) -> TrainConfig:
     """With the `[mesh] ahead` that was decided."""
     return config if decision is None else replace(config, mesh=replace(config.mesh, ahead=decision.ahead))
-
-
-def _tied(stages: Mapping[int, Stage]) -> str | None:
-    """The name of this rank's copy of a tied embedding, where another rank has one too."""
-    return next((stage.tied for stage in stages.values() if stage.tied), None)

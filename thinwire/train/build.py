@@ -67,6 +67,12 @@ class Parts:
         self.engine.close()
         self.update.close()
 
+    @property
+    def cut(self) -> Tensor:
+        """Which layers are on which stage: the state of a boundary can only be used under the same split."""
+        mesh = self.config.mesh
+        return torch.tensor([mesh.pp, mesh.tp, *(run.stop for run in self.blueprint.layers), *mesh.plan().rank_of])
+
     def about(self) -> dict[str, Any]:
         """The first event of a run, "run": the name of its wire, mesh, wire, sizes."""
         mesh = self.config.mesh
@@ -96,12 +102,7 @@ class Checked:
 def check(config: TrainConfig) -> Checked:
     """Check wire, data, and that the model can be split as the mesh says; mistakes are UsageErrors."""
     wire = Wire.of(config.wire)
-    check_auto(wire)
-    if config.mesh.sites > 1 and is_asked(wire):
-        raise UsageError(
-            f"[wire] auto, when = 'critical' or stages = 'slack': cannot be combined with [mesh] sites = "
-            f"{config.mesh.sites}, since they measure one site; take a preset such as max"
-        )
+    check_auto(wire, config.mesh.sites)
     if config.local:
         Local.read(config.local)
     source = config.model.path or config.model.config
@@ -227,8 +228,8 @@ def build(
     check_agreement("thinwire train", {"the configuration": repr(config), "the data": samples.digest}, None)
     given = _with_streams(checked.wire, mesh, say)
     blueprint = cut_by_time(config, checked.blueprint, say)
-    replicas, sites = config.mesh.replicas, config.mesh.sites
-    batches = Batches(samples, config.optim.batch, config.data.seed, mesh.replica_of_all, replicas, sites)
+    spread = (mesh.replica_of_all, config.mesh.replicas, config.mesh.sites)
+    batches = Batches(samples, config.optim.batch, config.data.seed, *spread)
     mine = [stage for stage, rank in enumerate(config.mesh.plan().rank_of) if rank == mesh.position]
     cut = mesh.tp if config.mesh.tp > 1 else None
     stages = build_stages(blueprint, mine, config.run.seed, config.run.device, config.run.recompute, cut)
@@ -253,8 +254,9 @@ def build(
     )
     steps = _say_if_once(config, wire, batches.steps_per_epoch, say)
     chosen = select(config, wire, decision, stages, named)
+    tied = next((stage.tied for stage in stages.values() if stage.tied), None)  # where another rank has a copy too
     shared = [] if config.mesh.pp == 1 else next(iter(stages.values())).shared
-    update = Update(config, chosen, mesh, named, _tied(stages), rows, batches.steps_per_epoch, shared)
+    update = Update(config, chosen, mesh, named, tied, rows, batches.steps_per_epoch, shared)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
 
 
@@ -282,19 +284,15 @@ def _precompile(
     shapes = {name: tuple(p.shape) for name, p in named.items()}
     like = next(some.parameters())
     calls = [partial(try_link, link, row, like) for link in links]
-    for reduction in filter(None, (*kinds["gradient"], *kinds["embedding"])):
-        calls.append(partial(try_exchange, reduction, shapes, like))
-        if reduction.rows_codec is not None:
-            rows = [Link(reduction.rows_codec, memory) for memory in (Delta("native", gate=False), Plain())]
-            calls += [partial(try_link, link, (some.config.hidden_size,), like) for link in rows]
+    for reduction in (*kinds["gradient"], *kinds["embedding"]):
+        if reduction is not None:
+            calls.append(partial(try_exchange, reduction, shapes, like))
+            if reduction.rows_codec is not None:
+                rows = [Link(reduction.rows_codec, memory) for memory in (Delta("native", gate=False), Plain())]
+                calls += [partial(try_link, link, (some.config.hidden_size,), like) for link in rows]
     precompile("the wire", calls, like, say)
 
 
 def _with_depth(config: TrainConfig, decision: Decision | None) -> TrainConfig:
     """With the `[mesh] ahead` that was decided."""
     return config if decision is None else replace(config, mesh=replace(config.mesh, ahead=decision.ahead))
-
-
-def _tied(stages: Mapping[int, Stage]) -> str | None:
-    """The name of this rank's copy of a tied embedding, where another rank has one too."""
-    return next((stage.tied for stage in stages.values() if stage.tied), None)

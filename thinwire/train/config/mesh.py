@@ -81,10 +81,10 @@ class MeshConfig:
         return f"{sites}dp = {self.dp}, pp = {self.pp}, tp = {self.tp}"
 
 
-def check_sites(mesh: MeshConfig, local: Mapping[str, Any], optimizer: str, learns: bool) -> None:
+def check_sites(mesh: MeshConfig, local: Mapping[str, Any], optimizer: str, boundary: int) -> None:
     """UsageError where several sites are asked for with what they cannot be combined with, or `[local]` without them.
 
-    local: the table `[local]`. optimizer: `[optim] name`. learns: boundaries do (`[boundary]`).
+    local: the table `[local]`. optimizer: `[optim] name`. boundary: `[boundary] rank`.
     """
     if mesh.sites == 1:
         if local:
@@ -96,7 +96,7 @@ def check_sites(mesh: MeshConfig, local: Mapping[str, Any], optimizer: str, lear
         )
     if mesh.tp > 1:
         raise UsageError(f"[mesh] tp = {mesh.tp}: tensor parallelism cannot be combined with sites = {mesh.sites} yet")
-    if learns:
-        raise UsageError(f"[boundary]: sites = {mesh.sites} do not average learned boundaries yet; leave one out")
     if optimizer == "frozen_adam":
         raise UsageError(f"[optim] name = 'frozen_adam': is for one site; with [mesh] sites = {mesh.sites} take adamw")
+    if boundary:
+        raise UsageError(f"[boundary] rank = {boundary}: boundaries learn in one site; leave it, or [mesh] sites, out")

@@ -80,7 +80,7 @@ class Snapshot:
         state |= {f"data/{name}": torch.tensor(value) for name, value in parts.batches.state_dict().items()}
         if parts.blueprint.by_rows:  # also under the name of the copy that is not there, for runs that have it
             state |= renamed(state, HEAD, parts.blueprint.family.embedding)
-        state["cut"] = self._cut()
+        state["cut"] = self.parts.cut
         if parts.decision is not None:
             state[DECISION] = parts.decision.pack()
         state["skips"] = torch.tensor(parts.update.skips)
@@ -103,7 +103,7 @@ class Snapshot:
         parts, own = self.parts, self.own
         state = self.placed(state)
         before, now = int(state.get("sites", 1)), parts.config.mesh.sites
-        same = self._check_split(torch.equal(state["cut"], self._cut()), before, now, source)
+        same = self._check_split(torch.equal(state["cut"], self.parts.cut), before, now, source)
         self._put_weights(state, source)
         inside = state if before == 1 else {n.removeprefix(self.of_site): v for n, v in state.items()}
         parts.update.load_state_dict(inside, same)
@@ -155,12 +155,6 @@ class Snapshot:
         elif before != now:
             self.say(f"the checkpoint is of {_sites(before)}, this run of {_sites(now)}: {_carried(before, now)}")
         return same_cut and before == now
-
-    def _cut(self) -> Tensor:
-        """Which layers are on which stage: the state of a boundary can only be used under the same split."""
-        mesh = self.parts.config.mesh
-        layers = self.parts.blueprint.layers
-        return torch.tensor([mesh.pp, mesh.tp, *(run.stop for run in layers), *mesh.plan().rank_of])
 
 
 def _sites(count: int) -> str:

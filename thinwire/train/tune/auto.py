@@ -77,8 +77,14 @@ def is_kept(config: TrainConfig, kept: Tensor | None) -> bool:
     return kept is not None and Decision.unpack(kept).run == _run(config)
 
 
-def check_auto(wire: Wire) -> None:
-    """UsageError where a wire with `auto` also names messages or stages, which `auto` chooses."""
+def check_auto(wire: Wire, sites: int = 1) -> None:
+    """UsageError where a wire with `auto` also names messages or stages, which `auto` chooses, or where something is
+    left to the planner and there are several sites."""
+    if sites > 1 and is_asked(wire):
+        raise UsageError(
+            f"[wire] auto, when = 'critical' or stages = 'slack': cannot be combined with [mesh] sites = "
+            f"{sites}, since they measure one site; take a preset such as max"
+        )
     for name, link in (("forward", wire.forward), ("backward", wire.backward)):
         if wire.auto and link is not None and link.when != "always":
             raise UsageError(f"[wire.{name}] when = {link.when!r}: [wire] auto decides that; leave one of them out")

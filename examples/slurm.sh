@@ -11,7 +11,7 @@ set -euo pipefail
 
 RANKS=${RANKS:-${SLURM_GPUS_PER_NODE:-1}}                         # per machine
 WIRE=${WIRE:-max}
-HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)  # serves the rendezvous
+read -r HEAD < <(scontrol show hostnames "$SLURM_JOB_NODELIST")     # serves the rendezvous
 PORT=$((20000 + SLURM_JOB_ID % 10000))                             # another one per job
 
 # The network that reaches the other machines; `thinwire doctor --peers` prints its name.

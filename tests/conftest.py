@@ -1,5 +1,7 @@
 """Shared test settings: no deadlines (compilation is slow once), reproducible examples, small thread pools; a world."""
 
+import importlib
+import importlib.util
 import os
 
 import pytest
@@ -8,6 +10,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 import thinwire  # noqa: F401 before torch multiplies: where a processor's AMX is broken, it must be told
+
+if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+    # Triton takes its interpreter, or not, when it is imported, and torch's pipelining imports it.
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TRITON_INTERPRET", "1")
+        importlib.import_module("triton")
 
 settings.register_profile(
     "thinwire", deadline=None, derandomize=True, max_examples=60, print_blob=True,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 
 import pytest
 import torch
@@ -29,8 +28,6 @@ def interpreter():
         yield
 
 
-if DEVICE == "cpu" and "triton" in sys.modules:
-    pytest.skip("triton was imported before the interpreter could be chosen", allow_module_level=True)
 with interpreter():
     pytest.importorskip("triton")
     for op in OPS:

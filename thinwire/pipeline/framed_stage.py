@@ -35,6 +35,9 @@ class FramedStage(PlannedStage):
 
     # --- what torch asks for
 
+    def knows_shapes(self) -> bool:
+        return self.plan is not None
+
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         if self.announced is None and self.has_backward:

@@ -46,11 +46,21 @@ class OpenStage(PipelineStage):
         """Torch 2.11 greets every neighbour with a message, in V-shaped schedules itself too, which Gloo cannot."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
+    def knows_shapes(self) -> bool:
+        """Is the shape of this batch agreed on already? Then it need not be the first one's; for subclasses."""
+        return False
+
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
-        """In torch 2.11 every batch must have the first one's shape. Here a step says its own (announcements)."""
+        """Only in torch 2.11, which wants every batch in the shape of the first."""
+        inside: Any = super()
+        if not self.knows_shapes():
+            inside._validate_fwd_input(args, kwargs)
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
         """Likewise."""
+        inside: Any = super()
+        if not self.knows_shapes():
+            inside._validate_fwd_outputs(outputs)
 
     def would_receive(self, way: str, chunk: int) -> list[dist.P2POp]:
         """The operations with which torch would receive a micro-batch (way: "forward" or "backward"). They must not be

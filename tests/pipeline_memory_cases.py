@@ -226,11 +226,13 @@ def store_changed_by_somebody_else_is_healed() -> None:
 
 
 def size_of_the_stores_is_said_once() -> None:
-    """By sample and for the data set; before the first step where the shape of a sample is given."""
+    """By sample and for the data set; before the first step where the shape of a sample is given. Whether kernels have
+    to be compiled, which is said too, depends on what ran before."""
     lines: list[str] = []
     run = Run("1F1B", 4, DELTA, samples=1000, say=lines.append)
     for _ in range(3):
         run.step(*batch(8), list(range(8)))
+    lines = [line for line in lines if not line.startswith("kernels")]
     ends = len([lane for lane in run.pipe.lanes() if lane.per_sample])
     check(len(lines) == ends, f"said {lines}, not once at each of {ends} ends")
     for line in lines:
@@ -239,6 +241,7 @@ def size_of_the_stores_is_said_once() -> None:
     run = Run("1F1B", 4, DELTA, samples=1000, row=(LENGTH, WIDTH), say=early.append)
     with run.pipe.step(ids=list(range(8)) if run.first else None):
         expected = [line.replace("remembers", "will remember") for line in lines]
+        early = [line for line in early if not line.startswith("kernels")]
         check(early == expected, f"before the first step: {early}, not {expected}")
         run.torch_step(*batch(8), [])
 

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.planner.flows import GOAL, INITIAL, MOST, choose_streams, one_flow, slow_start
+from thinwire.planner.schedule import generate
+from thinwire.planner.step import Send, Traffic
 from thinwire.train.tune import timing
 from thinwire.train.tune.measured import Measured
 
@@ -92,6 +94,25 @@ def test_the_first_messages_of_a_step_pay_for_the_silence() -> None:
         assert added == pytest.approx(slow_start(count * nbytes, rate, 2 * latency, silence=60.0), abs=1e-9)
         off = replace(measured, restarts=False)._hop("forward", 0, 0, 0, count, LONG)
         assert off.wire == 8 * nbytes / rate
+
+
+def test_a_silence_is_as_long_as_the_simulated_step_leaves_it() -> None:
+    """Of a step that computes for long the first message starts slowly; of a short one, or where the machine does not
+    have it, none does."""
+    levels = dict.fromkeys(("forward", "backward", "gradient", "embedding"), 0)
+
+    def first(seconds: float, restarts: bool) -> float:
+        ways = {"forward": [1e8, 0.0], "backward": [0.0, 1e8]}
+        late = {way: [0.05, 0.05] for way in ways}
+        measured = Measured(
+            [seconds] * 2, [seconds] * 2, ways, late, {way: [5e4] for way in ways},
+            {way: [[0.0, 0.0]] for way in ways}, {}, restarts=restarts,
+        )  # fmt: skip
+        step = measured.step(generate("1F1B", 2, 4), levels)
+        return step.hop(Send(Traffic.FORWARD, 0, 0)).wire
+
+    assert first(0.01, True) == first(1.0, False) == pytest.approx(8 * 5e4 / 1e8)
+    assert first(1.0, True) > 0.1 > first(0.01, True)
 
 
 def test_a_rank_that_trains_nothing_has_no_optimiser_to_time() -> None:

@@ -55,6 +55,9 @@ def test_the_lora_table_uncommented() -> None:
     assert read_config(tomllib.loads(lines)).model.lora == LoraConfig()
 
 
+SITES = '[local]\npreset = "local-max"\n[mesh]\nsites = 2\n'
+
+
 @pytest.mark.parametrize(
     ("toml", "said"),
     [
@@ -88,6 +91,12 @@ def test_the_lora_table_uncommented() -> None:
         ("[model]\npositions = 8", "[model] positions = 8: must be at least [data] seq_len = 256"),
         ('[data]\npaths = "a.txt"', "[data] paths = 'a.txt': allowed is a list of values"),
         ("[data]\nheld_out = 1.0", "[data] held_out = 1.0: allowed is a number of at least 0 and at most 0.9"),
+        ("[mesh]\nsites = 2", "[mesh] sites = 2: needs [local]"),
+        ("[local]\nevery = 3", "[local]: is for several sites"),
+        (SITES + "tp = 2", "[mesh] tp = 2: tensor parallelism cannot be combined with sites = 2"),
+        (SITES + '[optim]\nname = "frozen_adam"', "is for one site; with [mesh] sites = 2 take adamw"),
+        (SITES + "[boundary]\nrank = 8", "[boundary] rank = 8: boundaries learn in one site"),
+        (SITES + "[optim]\nbatch = 4", "must be a multiple of sites × dp × microbatches × accumulate = 8"),
         ('[run]\nrecompute = "yes"', "[run] recompute = 'yes': allowed is true or false"),
     ],
 )  # fmt: skip

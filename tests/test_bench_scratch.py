@@ -9,11 +9,12 @@ import torch
 from rank_launch import launch, on_a_network
 
 from thinwire.bench.pipeline_ranks import loss_of
+from thinwire.bench.scratch.corpus import text
 from thinwire.bench.scratch.options import Scratch
 from thinwire.bench.scratch.ranks import PRELOAD, timed
 from thinwire.bench.scratch.rows import DENSE, ROWS
 from thinwire.bench.scratch.seconds import PUBLISHED, Yardstick, boundary_bytes, bytes_per_token, seconds_per_step
-from thinwire.bench.scratch.training import sequence_of, steps_to, text
+from thinwire.bench.scratch.training import sequence_of, steps_to
 from thinwire.cli import main
 from thinwire.lab import Network
 
@@ -49,7 +50,7 @@ def test_one_process_has_the_bits_of_real_ranks(one_thread):
         losses = []
         for batch in samples.long().split(SMALL.rows)[: SMALL.steps]:
             optimiser.zero_grad()
-            losses.append(model.step(batch[:, :-1], batch[:, 1:], loss_of, MICROBATCHES))
+            losses.append(float(model.step(batch[:, :-1], batch[:, 1:], loss_of, MICROBATCHES)))
             optimiser.step()
             if model.boundaries is not None:
                 model.boundaries.step(SMALL.rate)

@@ -14,7 +14,7 @@ from rank_launch import launch, on_a_network, passed
 from torch import nn
 
 import thinwire as tw
-from thinwire.boundaries.stiefel import StiefelAdam, orthonormal, polar, tangent
+from thinwire.boundaries.stiefel import StiefelAdam, orthonormal, polar, retract, tangent
 from thinwire.errors import UsageError
 from thinwire.lab import Network
 
@@ -67,6 +67,31 @@ def test_a_tangent_keeps_the_basis_orthonormal_to_first_order():
     step = tangent(polar(basis), gradient)
     assert torch.allclose(polar(basis).T @ step + step.T @ polar(basis), torch.zeros(5, 5).double(), atol=1e-10)
     assert (step * gradient).sum() >= 0  # it descends
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.3, 5.0])
+def test_products_alone_retract_to_the_polar_factor(size):
+    """Along a tangent, also a long one whose singular values have to be scaled down."""
+    basis = polar(orthonormal(24, 5, 0).double())
+    slope = tangent(basis, torch.randn(24, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
+    moved = basis - size * slope / slope.norm()
+    assert torch.allclose(retract(moved), polar(moved), atol=1e-10)
+
+
+def test_a_boundary_opens_from_what_was_learnt_to_a_plain_stage():
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+    stages = [tw.parallel.Projected(2).around(module, index, 2, 6) for index, module in enumerate((first, second))]
+    x = torch.randn(3, 6)
+    learnt = stages[1](stages[0](x))
+    found = []
+    for share in (0.0, 0.5, 1.0):
+        for stage in stages:
+            stage.opening = share
+        found.append(stages[1](stages[0](x)))
+    assert torch.allclose(found[0], learnt, atol=1e-6) and torch.allclose(found[2], second(first(x)), atol=1e-6)
+    assert torch.allclose(found[1], (found[0] + found[2]) / 2, atol=1e-6)
+    assert not torch.allclose(found[0], found[2], atol=1e-3)
 
 
 def test_the_basis_finds_the_space_of_the_data():

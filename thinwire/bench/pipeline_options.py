@@ -12,6 +12,7 @@ from thinwire.quantities import parse_rate
 
 WORK = "thinwire.bench.pipeline"
 SHARES = "0.9,0.95,0.98,0.995"
+VOCABULARY = 256  # bytes
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Setup:
     rate: float = 5e-4  # learning rate of the fine-tuning; four times that before
     schedule: str = "1F1B"
     seed: int = 0
+    vocabulary: int = VOCABULARY
 
     @property
     def batch(self) -> int:

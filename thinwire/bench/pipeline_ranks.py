@@ -15,13 +15,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from thinwire.bench.pipeline_modes import Mode
-from thinwire.bench.pipeline_options import Setup
+from thinwire.bench.pipeline_options import VOCABULARY, Setup
 from thinwire.kernels.random import derive
 from thinwire.pipeline.message_choice import Plan
 from thinwire.pipeline.pipeline import Pipeline
 from thinwire.pipeline.stage import CompressedStage
-
-VOCABULARY = 256
 
 
 class Block(nn.Module):
@@ -49,9 +47,9 @@ class Block(nn.Module):
 class Embed(nn.Module):
     """int64[rows, length] → float[rows, length, width]."""
 
-    def __init__(self, width: int, length: int) -> None:
+    def __init__(self, width: int, length: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.bytes, self.place = nn.Embedding(VOCABULARY, width), nn.Parameter(0.02 * torch.randn(length, width))
+        self.bytes, self.place = nn.Embedding(vocabulary, width), nn.Parameter(0.02 * torch.randn(length, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """The vectors of `x`, with their places."""
@@ -64,17 +62,17 @@ def stages_of(setup: Setup) -> list[nn.Module]:
         torch.manual_seed(derive("bench pipeline", setup.seed) % 2**32)
         out: list[nn.Module] = []
         for index in range(setup.stages):
-            parts: list[nn.Module] = [Embed(setup.width, setup.length)] if index == 0 else []
+            parts: list[nn.Module] = [Embed(setup.width, setup.length, setup.vocabulary)] if index == 0 else []
             parts += [Block(setup.width) for _ in range(setup.layers)]
             if index == setup.stages - 1:
-                parts += [nn.LayerNorm(setup.width), nn.Linear(setup.width, VOCABULARY)]
+                parts += [nn.LayerNorm(setup.width), nn.Linear(setup.width, setup.vocabulary)]
             out.append(nn.Sequential(*parts))
     return out
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """Mean cross-entropy of `output`, float[…, VOCABULARY], where `target` is right."""
-    return nn.functional.cross_entropy(output.reshape(-1, VOCABULARY), target.reshape(-1))
+    """Mean cross-entropy of `output`, float[…, vocabulary], where `target` is right."""
+    return nn.functional.cross_entropy(output.reshape(-1, output.shape[-1]), target.reshape(-1))
 
 
 def text(setup: Setup) -> tuple[Tensor, Tensor, Tensor]:

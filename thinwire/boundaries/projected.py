@@ -103,6 +103,11 @@ class Subspace(nn.Module):
         anchor = self._anchor(tokens, z.dtype)
         return x if anchor is None else x + anchor
 
+    def widened(self, x: Tensor, tokens: Tensor | None, share: float) -> Tensor:
+        """Hidden states that crossed whole: what the basis would have passed, and `share` of the rest."""
+        passed = self.expand(self.project(x, tokens), tokens)
+        return passed + share * (x - passed)
+
     def _anchor(self, tokens: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if self.tokens is None or self.lift is None:
             return None
@@ -115,6 +120,8 @@ class BoundedStage(nn.Module):
     """A stage's module between the ends of its two boundaries; None: there is none on that side.
 
     Its own parameters are `module`'s: those of the boundaries belong to `Boundaries`, and to no optimiser.
+    `opening`: None while coordinates cross. A number: hidden states cross whole, and the receiver keeps that share of
+    what lies outside its basis: 0 is what was learnt, 1 a stage without boundaries. The same on all stages.
     """
 
     def __init__(self, module: nn.Module, into: Subspace | None, out: Subspace | None) -> None:
@@ -122,13 +129,19 @@ class BoundedStage(nn.Module):
         self.module = module
         self.into = into
         self.out = out
+        self.opening: float | None = None
 
     def forward(self, x: Tensor, *, tokens: Tensor | None = None, **more: Any) -> Tensor:
         """tokens: ids of the micro-batch, for anchors; more: `module`'s own keywords."""
-        hidden = x if self.into is None else self.into.expand(x, tokens)
-        hidden = self.module(hidden, **more)
-        if self.out is None:
+        hidden = self.module(self._enter(x, tokens), **more)
+        if self.out is None or self.opening is not None:
             return hidden
         if not isinstance(hidden, Tensor):
             raise UsageError(f"a learned boundary takes stages that return one tensor, not {type(hidden).__name__}")
         return self.out.project(hidden, tokens)
+
+    def _enter(self, x: Tensor, tokens: Tensor | None) -> Tensor:
+        """What `module` is given of what arrived."""
+        if self.into is None:
+            return x
+        return self.into.expand(x, tokens) if self.opening is None else self.into.widened(x, tokens, self.opening)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 BETAS = 0.9, 0.95
 EPSILON = 1e-12
+ITERATIONS = 12  # of Newton and Schulz: quadratic from singular values of 1 and a little more, so half would do
 
 
 def orthonormal(width: int, rank: int, seed: int) -> Tensor:
@@ -35,6 +36,21 @@ def polar(matrix: Tensor) -> Tensor:
     wide = matrix.double()
     values, vectors = torch.linalg.eigh(wide.T @ wide)
     return (wide @ (vectors * values.rsqrt()) @ vectors.T).to(matrix.dtype)
+
+
+def retract(matrix: Tensor) -> Tensor:
+    """The polar factor of A − u with u in the tangent space of A, whose singular values are 1 and more.
+
+    X ← X·(3I − XᵀX)/2, which converges where they are below √3; larger ones are scaled down first. Only products: on a
+    card an eigenvalue problem per boundary would take longer than the step. In float64; in the dtype of `matrix`.
+    """
+    x = matrix.double()
+    gram = x.T @ x
+    bound = gram.abs().sum(0).max().sqrt()  # no singular value is larger
+    x = x / torch.where(bound < 1.5, torch.ones_like(bound), bound)
+    for _ in range(ITERATIONS):
+        x = 1.5 * x - 0.5 * (x @ (x.T @ x))
+    return x.to(matrix.dtype)
 
 
 class StiefelAdam:
@@ -61,7 +77,7 @@ class StiefelAdam:
         count = int(self.count)
         scale = (self.square / (1 - gamma**count)).sqrt() + EPSILON
         direction = tangent(basis, self.moment / (1 - beta**count) / scale)
-        return polar(basis - rate * direction)
+        return retract(basis - rate * direction)
 
     def tensors(self) -> dict[str, Tensor]:
         """Its state, for checkpoints; loaded by copying into these."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from typing import Any
 
@@ -22,15 +25,14 @@ STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 
 def run(args: argparse.Namespace) -> int:
     """Carry out `thinwire bench scratch` as `args` says; the exit status."""
+    began = time.monotonic()
     setup, rows = read_setup(args), chosen(args)
     seeds = range(args.seeds or (1 if args.quick else 3))
     document: dict[str, Any] = read_json(args.json) if args.resume else {"setup": asdict(setup), "runs": [], "lab": []}
-    wanted = [(row, seed) for seed in seeds for row in rows if not _done(document["runs"], row, seed)]
-    total = sum(int(setup.steps * (1 if row.name == DENSE else setup.most)) for row, _ in wanted)
-    with progress("scratch", total) as advance:
-        for row, seed in wanted:
-            target = None if row.name == DENSE else _target(document["runs"], seed)
-            document["runs"].append(train(row, setup, seed, target, advance))
+    for batch in (rows[:1], rows[1:]):  # dense first: the others stop at its loss
+        wanted = [(row, seed) for seed in seeds for row in batch if not _done(document["runs"], row, seed)]
+        for one in trained(wanted, setup, document["runs"], args.parallel, args.budget - (time.monotonic() - began)):
+            document["runs"].append(one)
             document["rows"] = summed(document["runs"])
             write_json(args.json, document)
     document["rows"] = summed(document["runs"])
@@ -43,6 +45,34 @@ def run(args: argparse.Namespace) -> int:
 
         draw(document, args.figure)
     return 0
+
+
+def trained(
+    wanted: Sequence[tuple[Row, int]], setup: Scratch, done: Sequence[Run], parallel: int, budget: float
+) -> Iterator[Run]:
+    """Every wanted row and seed, as they come; `parallel` at a time, none begun after `budget` seconds.
+
+    done: runs so far, dense's among them.
+    """
+    end = time.monotonic() + budget
+    jobs = [(row, setup, seed, None if row.name == DENSE else _target(done, seed)) for row, seed in wanted]
+    total = sum(int(setup.steps * (1 if row.name == DENSE else setup.most)) for row, _ in wanted)
+    with progress("scratch", total) as advance:
+        if parallel == 1:
+            yield from (train(*job, advance) for job in jobs if time.monotonic() < end)
+            return
+        context = multiprocessing.get_context("spawn")  # a fork could not use a card
+        with ProcessPoolExecutor(parallel, mp_context=context) as pool:
+            for one in as_completed([pool.submit(_one, job, end) for job in jobs]):
+                if (found := one.result()) is not None:
+                    last = found["losses"][-1]
+                    advance(f"{found['row']}, seed {found['seed']}, step {last[0]}: {last[1]:.4f}", last[0])
+                    yield found
+
+
+def _one(job: tuple[Row, Scratch, int, float | None], end: float) -> Run | None:
+    """A run in a process of its own; None where time is up. end: on the monotonic clock, which processes share."""
+    return train(*job, lambda note, steps: None) if time.monotonic() < end else None
 
 
 def _done(runs: Sequence[Run], row: Row, seed: int) -> bool:
@@ -107,7 +137,7 @@ def show(document: dict[str, Any], setup: Scratch) -> None:
             else f"{row['time_ratio']:.3f}",
         ))  # fmt: skip
     columns = ("row", "seeds", "B per token", "s per step", "loss at dense's steps, %", "steps / dense", "T / T dense")
-    model = f"{setup.stages} stages of one layer, width {setup.width}, {setup.steps} steps of {setup.tokens} bytes"
+    model = f"{setup.stages} stages of one layer, width {setup.width}, {setup.steps} steps of {setup.tokens} tokens"
     caption = (
         f"bytes and seconds of the yardstick's step (width 1024, 524,288 tokens, 200 Mb/s, 50 ms); steps and losses of "
         f"this model; >: dense's loss was not reached; published: a fixed subspace, T / T dense = {PUBLISHED_RATIO:.2f}"

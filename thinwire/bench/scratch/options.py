@@ -34,7 +34,10 @@ class Scratch:
     stages: of one layer each. width: of hidden states. length: bytes of a sample. rows: samples per step.
     steps: of dense; the others stop where they reach its loss. most: times dense's steps after which a row stops.
     opened: steps that a model with boundaries in a subspace goes on for without them, dense, at its end.
+    ramp: share of these in which the boundaries open little by little; 0: at once.
     every: steps between evaluations. held_out: samples evaluated on. rate: AdamW's, after `warmup` steps.
+    vocabulary: of tokens; 256: bytes. text: a folder of .py and .txt files; "": Python's library.
+    cache: a file that keeps their tokens. device: on a card products are in bf16.
     """
 
     stages: int = 8
@@ -48,6 +51,11 @@ class Scratch:
     held_out: int = 64
     rate: float = 1e-3
     warmup: int = 50
+    ramp: float = 0.0
+    vocabulary: int = 256
+    text: str = ""
+    cache: str = ""
+    device: str = "cpu"
 
     @property
     def tokens(self) -> int:
@@ -56,8 +64,10 @@ class Scratch:
 
 
 FEW = {"stages": 4, "width": 64, "length": 64, "rows": 4, "steps": 40, "every": 10, "held_out": 16, "warmup": 5}
-WHOLE = ("stages", "width", "length", "rows", "steps", "opened", "every", "held_out", "warmup")
-LEAST = {"stages": 2, "width": 16, "opened": 0}
+WHOLE = ("stages", "width", "length", "rows", "steps", "opened", "every", "held_out", "warmup", "vocabulary")
+NUMBERS = (*WHOLE, "most", "rate", "ramp")
+TEXTS = ("text", "cache", "device")
+LEAST = {"stages": 2, "width": 16, "opened": 0, "vocabulary": 256, "rate": 1e-9, "ramp": 0}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -71,6 +81,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(text, type=int, default=None, help=f"({getattr(Scratch(), name)})")
     parser.add_argument("--most", type=float, default=None, help="times dense's steps, then a row stops (2)")
     parser.add_argument("--rate", type=float, default=None, help="learning rate (0.001)")
+    parser.add_argument(
+        "--ramp", type=float, default=None, help="share of --opened in which boundaries open slowly (0)"
+    )
+    parser.add_argument("--text", metavar="FOLDER", help="of .py and .txt files to train on (Python's library)")
+    parser.add_argument("--cache", metavar="FILE", help="keeps the tokens of the text, for other runs of it")
+    parser.add_argument("--device", help="cpu or cuda (cpu)")
+    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at the same time (1)")
+    parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS", help="after which no run begins")
     parser.add_argument("--lab", type=int, default=0, metavar="N", help="also N steps per row on real shaped links")
     parser.add_argument("--json", metavar="PATH", help="written anew after every run")
     parser.add_argument("--resume", action="store_true", help="keep the runs of the --json file, do the others")
@@ -93,10 +111,10 @@ def check(args: argparse.Namespace) -> None:
 
 def read_setup(args: argparse.Namespace) -> Scratch:
     """Model, data and training that the options ask for."""
-    given = {name: getattr(args, name) for name in (*WHOLE, "most", "rate") if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in (*NUMBERS, *TEXTS) if getattr(args, name) is not None}
     setup = replace(Scratch(), **({**FEW, **given} if args.quick else given))
-    for name in (*WHOLE, "most", "rate"):
-        if not getattr(setup, name) >= LEAST.get(name, 1 if name in (*WHOLE, "most") else 1e-9):
+    for name in NUMBERS:
+        if not getattr(setup, name) >= LEAST.get(name, 1):
             raise UsageError(f"--{name.replace('_', '-')} {getattr(setup, name)}: too small")
     if setup.width % 4:
         raise UsageError(f"--width {setup.width}: must be a multiple of its 4 heads")

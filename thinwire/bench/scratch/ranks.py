@@ -12,9 +12,10 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 from thinwire.bench.pipeline_options import Setup
 from thinwire.bench.pipeline_ranks import loss_of, stages_of
+from thinwire.bench.scratch.corpus import text
 from thinwire.bench.scratch.options import Scratch
 from thinwire.bench.scratch.rows import Row
-from thinwire.bench.scratch.training import projected_of, text, wire_of
+from thinwire.bench.scratch.training import projected_of, wire_of
 from thinwire.boundaries.synchronise import Boundaries
 from thinwire.lab.network import Network
 from thinwire.pipeline.pipeline import Pipeline

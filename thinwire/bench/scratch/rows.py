@@ -15,7 +15,7 @@ PUBLISHED_SHARE = 160 / 1024  # of the width: the rank of the published fixed su
 class Row:
     """One way to cross boundaries.
 
-    name: in tables. codec: both ways, as in a `[wire]` table.
+    name: in tables. codec: both ways, as in a `[wire]` table. back: that of gradients, where it is another.
     share: of the width that crosses in a subspace; 1: everything, without one.
     rate: of the subspace, relative to the model's; 0: it stays as it begins. anchors: of tokens, beside it.
     """
@@ -25,18 +25,19 @@ class Row:
     share: float = 1.0
     rate: float = 0.0
     anchors: int = 0
+    back: Mapping[str, Any] = field(default_factory=dict)
 
     def rank(self, width: int) -> int:
         """How many values of a hidden state of `width` cross."""
         return max(1, round(self.share * width))
 
 
-def _direct(bits: int) -> Mapping[str, Any]:
-    return {"codec": "quantize", "bits": bits}
+def _direct(bits: int, scale: str = "absmax") -> Mapping[str, Any]:
+    return {"codec": "quantize", "bits": bits, "scale": scale}
 
 
-def _rotated(bits: int) -> Mapping[str, Any]:
-    return {"codec": "rotated", "inner": _direct(bits)}
+def _rotated(bits: int, scale: str = "absmax") -> Mapping[str, Any]:
+    return {"codec": "rotated", "inner": _direct(bits, scale)}
 
 
 BITS = (8, 6, 4, 3)
@@ -51,6 +52,14 @@ ROWS = {
         Row("learned d/4 at 4 bits", _rotated(4), 0.25, 0.1),
         Row("learned d/4 + anchors at 4 bits", _rotated(4), 0.25, 0.1, 16),
         Row("learned d/2 at 4 bits", _rotated(4), 0.5, 0.1),
+        Row("learned d/2 + anchors at 4 bits", _rotated(4), 0.5, 0.1, 16),
+        Row("learned d/4 + anchors at 8 bits", _rotated(8), 0.25, 0.1, 16),
+        Row("rotated 3 bits mse", _rotated(3, "mse")),
+        Row("rotated 2 bits mse", _rotated(2, "mse")),
+        Row("rotated 4 bits mse", _rotated(4, "mse")),
+        Row("rotated 3 mse back 4", _rotated(3, "mse"), back=_rotated(4)),
+        Row("rotated 4 back 3 mse", _rotated(4), back=_rotated(3, "mse")),
+        Row("learned d/2 at 3 bits mse", _rotated(3, "mse"), 0.5, 0.1),
     )
 }
 QUICK = (DENSE, "direct 3 bits", "rotated 4 bits", "fixed subspace bf16", "learned d/4 at 4 bits")

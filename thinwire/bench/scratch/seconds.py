@@ -34,9 +34,9 @@ class Yardstick:
 
 
 def message_bytes(row: Row, size: Yardstick) -> int:
-    """Of one micro-batch, one way."""
+    """Of one micro-batch, both ways."""
     shape = size.tokens // size.microbatches, row.rank(size.width)
-    return framing.BYTES + make(**row.codec).nbytes(shape, torch.float32)
+    return sum(framing.BYTES + make(**way).nbytes(shape, torch.float32) for way in (row.codec, row.back or row.codec))
 
 
 def boundary_bytes(row: Row, size: Yardstick) -> int:
@@ -48,7 +48,7 @@ def boundary_bytes(row: Row, size: Yardstick) -> int:
 
 def bytes_per_token(row: Row, size: Yardstick) -> float:
     """Both ways over one boundary, a learned boundary's own parameters included."""
-    return 2 * (message_bytes(row, size) * size.microbatches + boundary_bytes(row, size)) / size.tokens
+    return (message_bytes(row, size) * size.microbatches + 2 * boundary_bytes(row, size)) / size.tokens
 
 
 def seconds_per_step(row: Row, size: Yardstick) -> float:

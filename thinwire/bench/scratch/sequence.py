@@ -82,10 +82,15 @@ class Sequence:
     ) -> None:
         self.modules = modules
         last = len(modules)
-        around = [m if projected is None else projected.around(m, i, last, width) for i, m in enumerate(modules)]
-        self.stages: list[nn.Module] = list(around)
+        device = next(modules[0].parameters()).device
+        self.mixed = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+        self.stages: list[nn.Module] = [
+            module if projected is None else projected.around(module, index, last, width, device=device)
+            for index, module in enumerate(modules)
+        ]
         self.crossings = [Crossing(wire, boundary, seed) for boundary in range(last - 1)]
         self.boundaries: Boundaries | None = None
+        self.learns = True  # do its boundaries?
         if projected is not None:
             self.boundaries = Boundaries([InProcess(i, module) for i, module in enumerate(self.stages)])
         self.steps = 0
@@ -94,8 +99,8 @@ class Sequence:
         """Of the model; boundaries have their own rule."""
         return [parameter for module in self.modules for parameter in module.parameters()]
 
-    def step(self, x: Tensor, y: Tensor, loss_of: Any, microbatches: int = 1) -> float:
-        """Gradients of the mean loss over a batch, added to .grad; returns that loss.
+    def step(self, x: Tensor, y: Tensor, loss_of: Any, microbatches: int = 1) -> Tensor:
+        """Gradients of the mean loss over a batch, added to .grad; returns that loss. On a card products are in bf16.
 
         x, y: inputs and targets. loss_of(output, target): of one micro-batch.
         """
@@ -103,13 +108,14 @@ class Sequence:
         lanes = [lane for crossing in self.crossings for lane in crossing.all()]
         for lane in lanes:
             lane.begin(self.steps)
-        total = 0.0
+        total = torch.zeros((), device=x.device)
         for number, (part, target) in enumerate(zip(x.tensor_split(microbatches), y.tensor_split(microbatches))):
-            loss = loss_of(self._forward(part, number), target)
+            with self.mixed:
+                loss = loss_of(self._forward(part, number), target)
             loss.backward()
-            total += float(loss.detach())
+            total += loss.detach()
         for gradient in (p.grad for stage in self.stages for p in stage.parameters()):
-            if gradient is not None:
+            if gradient is not None and microbatches > 1:
                 gradient /= microbatches
         for lane in lanes:
             lane.end_step(keep=True)
@@ -127,8 +133,9 @@ class Sequence:
     def evaluate(self, x: Tensor) -> Tensor:
         """The output, with nothing coded; what lies outside of learned boundaries is lost as in training."""
         tokens = x
-        for stage in self.stages:
-            x = stage(x) if self.boundaries is None else stage(x, tokens=tokens)
+        with self.mixed:
+            for stage in self.stages:
+                x = stage(x) if self.boundaries is None else stage(x, tokens=tokens)
         return x
 
     def sent(self) -> int:

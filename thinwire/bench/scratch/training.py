@@ -4,64 +4,38 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from thinwire.bench.pipeline_options import Setup
-from thinwire.bench.pipeline_ranks import VOCABULARY, loss_of, stages_of
+from thinwire.bench.pipeline_ranks import loss_of, stages_of
+from thinwire.bench.scratch.corpus import text
 from thinwire.bench.scratch.options import Scratch
 from thinwire.bench.scratch.rows import DENSE, ROWS, Row
 from thinwire.bench.scratch.sequence import Sequence
-from thinwire.boundaries.projected import Projected
+from thinwire.boundaries.projected import BoundedStage, Projected
 from thinwire.config.wire import Wire
-from thinwire.errors import UsageError
-from thinwire.train.config.sections import DataConfig
-from thinwire.train.data.documents import read_documents
-
-TENTH = 10  # of the documents, one is held out
-
-
-def text(setup: Scratch, seed: int) -> tuple[Tensor, Tensor]:
-    """Samples to train on, each once, in the order of the seed, and held-out ones: uint8[samples, length + 1].
-
-    Bytes of Python's library, cut by file: every tenth file is held out."""
-    need = (int(setup.steps * setup.most) + setup.opened) * setup.rows
-    parts: tuple[bytearray, bytearray] = bytearray(), bytearray()
-    for number, document in enumerate(read_documents(DataConfig(corpus_bytes=2**40))):
-        parts[number % TENTH == 0].extend((document.text or "").encode())
-    trained, held_out = (_cut(part, setup.length + 1) for part in parts)
-    if len(trained) < need or len(held_out) < setup.held_out:
-        size = setup.length + 1
-        raise UsageError(f"{need} samples of {size} bytes are needed, but Python's library has {len(trained)}")
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(trained), generator=generator)[:need]
-    fixed = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))[: setup.held_out]
-    return trained[order], held_out[fixed]
-
-
-def _cut(part: bytearray, length: int) -> Tensor:
-    whole = len(part) // length * length
-    return torch.frombuffer(part, dtype=torch.uint8)[:whole].view(-1, length)
 
 
 def sequence_of(row: Row, setup: Scratch, seed: int) -> Sequence:
     """The model of a seed, with boundaries as the row says."""
-    modules = stages_of(Setup(setup.stages, width=setup.width, length=setup.length, seed=seed))
+    size = Setup(setup.stages, width=setup.width, length=setup.length, seed=seed, vocabulary=setup.vocabulary)
+    modules = [module.to(setup.device) for module in stages_of(size)]
     return Sequence(modules, wire_of(row), setup.width, projected_of(row, setup), seed)
 
 
 def wire_of(row: Row) -> Wire:
-    """The row's codec both ways."""
-    return Wire.of({"forward": row.codec, "backward": row.codec})
+    """The row's codecs."""
+    return Wire.of({"forward": row.codec, "backward": row.back or row.codec})
 
 
 def projected_of(row: Row, setup: Scratch) -> Projected | None:
     """How the row's boundaries learn; None where hidden states cross whole."""
     if row.share == 1:
         return None
-    return Projected(row.rank(setup.width), row.anchors, VOCABULARY, rate=row.rate)
+    return Projected(row.rank(setup.width), row.anchors, setup.vocabulary, rate=row.rate)
 
 
 def train(
@@ -71,9 +45,10 @@ def train(
 
     target: the held-out loss to stop at; None: train dense's steps. advance(note, steps): called at evaluations.
     """
-    samples, held_out = text(setup, seed)
+    samples, held_out = (part.to(setup.device) for part in text(setup, seed))
     model = sequence_of(row, setup, seed)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=setup.rate, betas=(0.9, 0.95), foreach=True)
+    fast = {"fused": True} if samples.is_cuda else {"foreach": True}
+    optimiser = torch.optim.AdamW(model.parameters(), lr=setup.rate, betas=(0.9, 0.95), **fast)
     limit = setup.steps if target is None else int(setup.steps * setup.most)
     losses: list[tuple[int, float]] = []
     computing = 0.0
@@ -102,19 +77,39 @@ def train(
 def _open(
     model: Sequence, optimiser: torch.optim.Optimizer, setup: Scratch, samples: Tensor, held_out: Tensor, seed: int
 ) -> list[tuple[int, float]]:
-    """Held-out losses without the boundaries, from now on: at once, and after so many steps of dense training."""
+    """Held-out losses without the boundaries, from now on: at once, and after so many steps of dense training. With
+    `ramp` that share of the steps opens the boundaries little by little."""
     plain = Sequence(model.modules, wire_of(ROWS[DENSE]), setup.width, seed=seed)
+    opening = Opening(model, plain)
     losses = [(0, _held_out(plain, held_out))]
     for step in range(setup.opened):
         batch = samples[step * setup.rows : (step + 1) * setup.rows].long()
-        _train_step(plain, optimiser, batch, setup.rate)
+        share = (step + 1) / (setup.ramp * setup.opened) if setup.ramp else 1.0
+        _train_step(plain if share >= 1 else opening.at(share), optimiser, batch, setup.rate)
         if (step + 1) % setup.every == 0 or step + 1 == setup.opened:
             losses.append((step + 1, _held_out(plain, held_out)))
     return losses
 
 
+class Opening:
+    """The stages of a model with boundaries over the dense lanes of a model without: hidden states cross whole."""
+
+    def __init__(self, bounded: Sequence, plain: Sequence) -> None:
+        self.bounded = bounded
+        self.crossings = plain.crossings
+
+    def at(self, share: float) -> Sequence:
+        """The model while its boundaries pass `share` of what lies outside of them. They no longer learn."""
+        self.bounded.crossings = self.crossings
+        self.bounded.learns = False
+        for stage in self.bounded.stages:
+            cast(BoundedStage, stage).opening = share
+        return self.bounded
+
+
 def _held_out(model: Sequence, samples: Tensor) -> float:
-    return float(loss_of(model.evaluate(samples[:, :-1].long()), samples[:, 1:].long()))
+    parts = [loss_of(model.evaluate(part[:, :-1].long()), part[:, 1:].long()) * len(part) for part in samples.split(64)]
+    return float(torch.stack(parts).sum() / len(samples))
 
 
 def _train_step(model: Sequence, optimiser: torch.optim.Optimizer, batch: Tensor, rate: float) -> None:
@@ -124,7 +119,7 @@ def _train_step(model: Sequence, optimiser: torch.optim.Optimizer, batch: Tensor
         group["lr"] = rate
     optimiser.step()
     if model.boundaries is not None:
-        model.boundaries.step(rate)
+        model.boundaries.step(rate, skipped=not model.learns)
 
 
 def steps_to(losses: list[tuple[int, float]], target: float) -> float | None:

@@ -6,30 +6,37 @@ import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rank_launch import on_a_network
+from safetensors.torch import save_file
 from train_ranks import settings, several
 
 import thinwire as tw
+from thinwire.boundaries.stiefel import orthonormal
 from thinwire.errors import UsageError
 from thinwire.lab import Network
 from thinwire.train.build import check
 from thinwire.train.config.boundary import BoundaryConfig
-from thinwire.train.config.sections import TrainConfig
+from thinwire.train.config.sections import ModelConfig, TrainConfig
 from thinwire.train.data.batches import held_out_batches
 from thinwire.train.data.samples import IGNORED
 from thinwire.train.metrics import read_events
+from thinwire.train.model.boundaries import FILE
+from thinwire.train.model.opening import Opening
 
 PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.loop")
 LEARNS = BoundaryConfig(rank=8, anchors=2, rate=0.5)
 
 
-def bounded(out: Path, boundary: BoundaryConfig = LEARNS, **changed) -> TrainConfig:
+def bounded(out: Path, boundary: BoundaryConfig = LEARNS, path: Path | None = None, **changed) -> TrainConfig:
     mesh = {"pp": 2, **changed.pop("mesh", {})}
     wire = changed.pop("wire", {"preset": "scratch"})
-    return replace(settings(out, wire, mesh=mesh, optim={"steps": 6}, **changed), boundary=boundary)
+    config = settings(out, wire, mesh=mesh, optim={"steps": 6}, **changed)
+    model = config.model if path is None else ModelConfig(path=str(path))
+    return replace(config, boundary=boundary, model=model)
 
 
 def exported_loss(config: TrainConfig, attached: bool) -> float:
@@ -62,11 +69,17 @@ def last_held_out(out: Path) -> float:
 @pytest.mark.timeout(200)
 def test_a_run_resumes_bitwise_and_its_model_keeps_its_boundaries(tmp_path):
     whole, again = bounded(tmp_path / "whole"), bounded(tmp_path / "again")
+    opens = {"path": tmp_path / "whole" / "model", "data": {"tokenizer": "bytes"}}
+    opened, further = (bounded(tmp_path / name, BoundaryConfig(open=5), **opens) for name in ("opened", "further"))
     with Network(hosts=2, preload=PRELOAD) as net:
-        first = net.run(several, [(whole, False)], timeout=80, echo=False)
+        first = net.run(several, [(whole, False), (opened, False)], timeout=80, echo=False)
         shutil.copytree(*(tmp_path / run / "checkpoints/step-00000003" for run in ("whole", "again")))
-        resumed = net.run(several, [(again, True)], timeout=80, echo=False)
+        shutil.copytree(*(tmp_path / run / "checkpoints/step-00000003" for run in ("opened", "further")))
+        resumed = net.run(several, [(again, True), (further, True)], timeout=80, echo=False)
     assert list(first) == list(resumed)
+    # opened little by little it is a plain model, also while it is evaluated
+    assert exported_loss(opened, attached=False) == pytest.approx(last_held_out(tmp_path / "opened"), rel=1e-5)
+    assert not (tmp_path / "opened/model/boundaries.safetensors").exists()
     events = read_events(tmp_path / "whole" / "metrics.jsonl")
     held_out = last_held_out(tmp_path / "whole")
     assert last_held_out(tmp_path / "again") == held_out
@@ -89,6 +102,31 @@ def test_a_run_resumes_bitwise_and_its_model_keeps_its_boundaries(tmp_path):
 def test_what_does_not_go_with_it_is_said(changed, words, tmp_path):
     with pytest.raises(UsageError, match=words):
         check(bounded(tmp_path, **changed))
+
+
+def test_boundaries_open_step_by_step(tmp_path):
+    """A layer is given what its boundary passes and a growing share of the rest; everything in an evaluation."""
+    basis = orthonormal(32, 8, 0)
+    save_file({"1/basis": basis}, tmp_path / FILE)
+    stage = torch.nn.Module()
+    stage.family = SimpleNamespace(root="model", layers="layers")
+    stage.model = torch.nn.Module()
+    stage.model.layers = torch.nn.ModuleDict({"1": torch.nn.Identity(), "2": torch.nn.Identity()})
+    opening = Opening(bounded(tmp_path, BoundaryConfig(open=4), path=tmp_path), {0: stage})
+    x = torch.randn(2, 3, 32)
+    passed = x @ basis @ basis.T
+    for step, share in ((0, 0.25), (2, 0.75), (3, 1.0), (9, 1.0)):
+        opening.begin(step)
+        assert torch.allclose(stage.model.layers["1"](x), passed + share * (x - passed), atol=1e-6), step
+        assert stage.model.layers["2"](x) is x
+    opening.begin(0, train=False)
+    assert stage.model.layers["1"](x) is x
+    with pytest.raises(UsageError, match="has 3 steps only"):
+        opening.check(3)
+    with pytest.raises(UsageError, match="either learn"):
+        BoundaryConfig(rank=8, open=4)
+    with pytest.raises(UsageError, match=r"name the model .* by \[model\] path"):
+        bounded(tmp_path, BoundaryConfig(open=4))
 
 
 def test_a_folder_without_boundaries_says_so(tmp_path):

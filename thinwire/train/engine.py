@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from thinwire.train.data.batches import Batch
 from thinwire.train.data.samples import IGNORED
 from thinwire.train.mesh import Mesh
 from thinwire.train.model.boundaries import bounded, learned_boundaries
+from thinwire.train.model.casting import casting
+from thinwire.train.model.opening import Opening
 from thinwire.train.model.stage import Stage
 from thinwire.train.model.tensor_parallel import Sliced
 from thinwire.train.task.scores import Scores
@@ -53,11 +54,12 @@ class Alone:
     scores: Scores | None  # of a classifier
 
     def __init__(self, config: TrainConfig, stage: Stage) -> None:
-        self.stage = _casting(stage, config)
+        self.stage = casting(stage, config)
         self.microbatches = config.mesh.microbatches
         self.loss = Loss(config.mesh.dp)
         self.device = next(stage.parameters()).device
         self.scores = _scores(stage, self.device)
+        self.opening = Opening(config, {0: stage})
 
     def run(
         self, batch: Batch, train: bool, upcoming: Tensor | None = None, done: Callable[[], None] | None = None
@@ -67,6 +69,7 @@ class Alone:
         total = torch.zeros((), device=self.device)
         with torch.set_grad_enabled(train):
             for part in batch.split(self.microbatches):
+                self.opening.seen["tokens"] = part.inputs
                 logits = self.stage(part.inputs, **_beside(part))
                 loss = self.loss(logits, part.labels)
                 if self.scores is not None:
@@ -128,7 +131,9 @@ class Piped:
         self.device = weight.device
         self.scores = _scores(some, self.device)
         projected = learned_boundaries(config, some.config.vocab_size)
-        modules = {index: _sliced(_casting(stage, config), stage, mesh) for index, stage in sorted(stages.items())}
+        self.opening = Opening(config, stages)
+        modules = {index: _sliced(casting(stage, config), stage, mesh) for index, stage in sorted(stages.items())}
+        modules = self.opening.around(modules)
         if projected is not None:
             modules = bounded(projected, modules, self.rank_of, hidden, self.device)
         self.parts = [
@@ -212,7 +217,8 @@ class Piped:
 
     def _beside(self, batch: Batch) -> dict[str, Tensor]:
         """What every stage is called with; learned boundaries may need the tokens."""
-        return _beside(batch) | ({"tokens": batch.inputs} if self.boundaries is not None else {})
+        told = self.boundaries is not None or self.opening.needs_tokens
+        return _beside(batch) | ({"tokens": batch.inputs} if told else {})
 
     def settle(self, skipped: bool, rate: float) -> None:
         """End the pass: keep what it wrote, or drop it where the step is `skipped`; on all ranks alike. Boundaries that
@@ -253,13 +259,6 @@ class Piped:
             self.boundaries.close()
 
 
-def autocast(config: TrainConfig) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the context in which a stage runs: torch's autocast to bfloat16, or none, as `[run] autocast` says."""
-    if config.run.autocast == "off":
-        return nullcontext
-    return lambda: torch.autocast(config.run.device, dtype=torch.bfloat16)
-
-
 def _on(device: torch.device, batch: Batch) -> Batch:
     """The batch on the stages' device; its ids stay on the host, which looks them up."""
     segments = None if batch.segments is None else batch.segments.to(device)
@@ -273,23 +272,6 @@ def _beside(batch: Batch) -> dict[str, Tensor]:
 
 def _scores(stage: Stage, device: torch.device) -> Scores | None:
     return Scores(stage.config.num_labels, device) if stage.family.task == "classify" else None
-
-
-class _Casting(nn.Module):
-    """A stage under autocast, whose messages keep one dtype: what crosses a boundary has the weights' dtype."""
-
-    def __init__(self, stage: Stage, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        super().__init__()
-        self.stage, self.context = stage, context
-        self.dtype = next(stage.parameters()).dtype
-
-    def forward(self, x: Tensor, **beside: Tensor) -> Tensor:
-        with self.context():
-            return self.stage(x, **beside).to(self.dtype)
-
-
-def _casting(stage: Stage, config: TrainConfig) -> nn.Module:
-    return stage if config.run.autocast == "off" else _Casting(stage, autocast(config))
 
 
 def _sliced(module: nn.Module, stage: Stage, mesh: Mesh) -> nn.Module:

@@ -85,6 +85,7 @@ class Trainer:
         for text in self.notes:
             self._write("note", text=text)
         self.steps = self.parts.steps
+        self.parts.engine.opening.check(self.steps)
 
     def fit(self) -> float:
         """Train to the end; returns the held-out loss there (NaN without held-out samples)."""
@@ -132,6 +133,7 @@ class Trainer:
         batch = self.parts.batches.next()
         fetch_rows(update.rows, batch.inputs)
         parts = batch.split(passes)
+        self.parts.engine.opening.begin(self.step)
         following = [part.ids for part in parts[1:]] + [self._next_ids()]
         done = [None] * (passes - 1) + [update.begin]
         losses = [self.parts.engine.run(part, True, ids, then) for part, ids, then in zip(parts, following, done)]
@@ -186,6 +188,7 @@ class Trainer:
         samples is not changed."""
         place, replicas = self.parts.mesh.replica_of_all, self.config.mesh.replicas
         before = self.totals.state()
+        self.parts.engine.opening.begin(self.step, train=False)
         batches = list(held_out_batches(self.parts.samples, self.config.optim.batch, place, replicas))
         shared = nullcontext() if self.sites is None else self.sites.at_anchor()
         with shared, lend_rows(self.parts.update.rows, (batch.inputs for batch in batches)):

@@ -16,6 +16,16 @@ class BoundaryConfig:
     anchors: int = key(0, whole(0), "rank of a token's own vector, which both ends know and does not cross; 0: none")
     rate: float = key(0.1, number(0, float("inf")), "of the basis, times lr; 0: it stays as it begins")
     every: int = key(1, whole(1), "the basis learns in every so many-th step")
+    open: int = key(0, whole(0), "the boundaries of the model at [model] path open over so many steps; 0: at once")
+
+    def __post_init__(self) -> None:
+        if self.rank and self.open:
+            raise UsageError(f"[boundary] open = {self.open}: boundaries either learn (rank) or open: leave one out")
+
+    def check_path(self, path: str | None) -> None:
+        """UsageError where boundaries shall open and no model has them. path: `[model] path`."""
+        if self.open and not path:
+            raise UsageError(f"[boundary] open = {self.open}: name the model that has boundaries by [model] path")
 
     def check(self, pp: int, tp: int, hidden: int, lora: bool, planned: bool) -> None:
         """UsageError where the rest of the run does not go with it.

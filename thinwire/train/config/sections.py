@@ -167,6 +167,7 @@ class TrainConfig:
         if self.optim.batch % parts:
             factors = f"{'sites × ' if self.mesh.sites > 1 else ''}dp × microbatches × accumulate"
             raise UsageError(f"[optim] batch = {self.optim.batch}: must be a multiple of {factors} = {parts}")
+        self.boundary.check_path(self.model.path)
         check_sites(self.mesh, self.local, self.optim.name, self.boundary.rank)
         check_task(
             self.task, None if self.model.path or self.model.config else self.model.type, self.data.paths,

@@ -8,7 +8,7 @@ where training cut it. `attach_boundaries(model, folder)` cuts it in the same pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +52,26 @@ def by_layer(ends: Mapping[int, nn.Module], layers: tuple[range, ...]) -> dict[s
     }
 
 
+def read_boundaries(folder: Path) -> dict[int, dict[str, Tensor]]:
+    """A model's boundaries, by the number of the layer before which each lies. folder: where the model is."""
+    from safetensors.torch import load_file
+
+    path = folder / FILE
+    if not path.exists():
+        raise UsageError(f"{path}: no such file; a model that was trained without [boundary] needs none")
+    out: dict[int, dict[str, Tensor]] = {}
+    for name, value in load_file(path).items():
+        number, _, part = name.partition("/")
+        out.setdefault(int(number), {})[part] = value
+    return out
+
+
 def attach_boundaries(model: Any, folder: str | Path) -> list[Any]:
     """Put the boundaries that a model was trained with back into it; returns the hooks' handles.
 
     model: what transformers loaded from the folder. folder: where `thinwire train` wrote it.
     """
-    from safetensors.torch import load_file
-
-    path = Path(folder) / FILE
-    if not path.exists():
-        raise UsageError(f"{path}: no such file; a model that was trained without [boundary] needs none")
-    tensors = load_file(path)
+    found = read_boundaries(Path(folder))
     family = FAMILIES[model.config.model_type]
     layers = model.get_submodule(f"{family.root}.{family.layers}")
     seen: dict[str, Tensor] = {}
@@ -71,16 +80,20 @@ def attach_boundaries(model: Any, folder: str | Path) -> list[Any]:
         seen["tokens"] = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
 
     handles = [model.register_forward_pre_hook(note, with_kwargs=True)]
-    for number in sorted({int(name.partition("/")[0]) for name in tensors}):
-        own = {name.partition("/")[2]: value for name, value in tensors.items() if name.startswith(f"{number}/")}
-        handles.append(layers[number].register_forward_pre_hook(_cutting(own, seen), with_kwargs=True))
+    for number, own in sorted(found.items()):
+        handles.append(layers[number].register_forward_pre_hook(cutting(own, seen), with_kwargs=True))
     return handles
 
 
-def _cutting(own: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> Any:
-    """A hook that leaves of a layer's hidden states what crosses its boundary."""
+def cutting(own: Mapping[str, Tensor], seen: Mapping[str, Tensor], share: Callable[[], float] = lambda: 0.0) -> Any:
+    """A hook that leaves of a layer's hidden states what crosses its boundary.
+
+    own: of the boundary. seen: has the "tokens" of the call, for anchors. share: of what does not cross, kept too.
+    """
 
     def cut(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if share() == 1:
+            return args, kwargs
         named = "hidden_states" in kwargs
         x: Tensor = kwargs["hidden_states"] if named else args[0]
         basis = own["basis"].to(x)
@@ -88,6 +101,7 @@ def _cutting(own: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> Any:
         if "tokens" in own:
             anchor = functional.embedding(seen["tokens"], own["tokens"].to(x)) @ own["lift"].to(x)
         y = (x - anchor) @ basis @ basis.T + anchor
+        y = y + share() * (x - y)
         return (args, {**kwargs, "hidden_states": y}) if named else ((y, *args[1:]), kwargs)
 
     return cut

@@ -22,8 +22,8 @@ from thinwire.pipeline.lane import Lane, Message
 from thinwire.planner.network import LinkSpeed
 from thinwire.planner.sizes import rows_bytes
 from thinwire.train.config.sections import TrainConfig
-from thinwire.train.engine import autocast
 from thinwire.train.mesh import Mesh
+from thinwire.train.model.casting import autocast
 from thinwire.train.model.stage import Stage
 from thinwire.train.tune.layer_times import once
 from thinwire.train.tune.links import (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,21 +76,21 @@ def latency_of(flows: Flows, ahead: int, device: torch.device) -> float:
         return min(_shift(4, flows, ahead, device) for _ in range(PINGS))
     size, rank = world(flows.groups[0])
     source, to = (rank - ahead) % size, (rank + ahead) % size
-    took = []
-    for _ in range(PINGS):
-        ping, pong, out = (torch.zeros(4, dtype=torch.uint8) for _ in range(3))
-        asked, answered = flows.irecv(ping, source, 1), flows.irecv(pong, to, 2)
-        dist.barrier(group=flows.groups[0])
+    took: list[float] = []
+    buffers = [torch.zeros(4, dtype=torch.uint8) for _ in range(3 * PINGS)]
+    # All receives are posted before the first message: a message costs one latency, and ranks wait for each other once.
+    asked = [flows.irecv(buffers[i], source, 2 * i + 1) for i in range(PINGS)]
+    answered = [flows.irecv(buffers[PINGS + i], to, 2 * i + 2) for i in range(PINGS)]
+    dist.barrier(group=flows.groups[0])
+    sends: list[dist.Work] = []
+    for i in range(PINGS):
         began = time.perf_counter()
-        sends = flows.isend(out, to, 1)
-        for work in asked:
-            work.wait()
-        sends += flows.isend(out, source, 2)
-        for work in answered:
-            work.wait()
+        sends += flows.isend(buffers[2 * PINGS + i], to, 2 * i + 1)
+        _wait(asked[i])
+        sends += flows.isend(buffers[2 * PINGS + i], source, 2 * i + 2)
+        _wait(answered[i])
         took.append((time.perf_counter() - began) / 2)
-        for work in sends:
-            work.wait()
+    _wait(sends)
     return min(took)
 
 
@@ -118,12 +118,15 @@ def _shift(nbytes: int, flows: Flows, ahead: int, device: torch.device) -> float
         receive = dist.P2POp(dist.irecv, into, group=flows.groups[0], group_peer=source)
         send = dist.P2POp(dist.isend, out, group=flows.groups[0], group_peer=to)
         works, sends = dist.batch_isend_irecv([receive, send]), []
+    _wait(works)
+    took = elapsed(began, device)
+    _wait(sends)
+    return took
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
     for work in works:
         work.wait()
-    took = elapsed(began, device)
-    for work in sends:
-        work.wait()
-    return took
 
 
 class ExchangeCost(NamedTuple):

@@ -30,8 +30,13 @@ def shared_cores(device: torch.device) -> int:
     """How many ranks can compute at the same time, where all ranks are on one machine that has fewer cores than they
     have threads; else 0. All ranks of the world call it together."""
     machines = _machines()
-    cores = (os.cpu_count() or 1) // torch.get_num_threads()
+    cores = _usable_cores() // torch.get_num_threads()
     return cores if device.type == "cpu" and len(set(machines)) == 1 and 0 < cores < len(machines) else 0
+
+
+def _usable_cores() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _machines() -> list[str]:

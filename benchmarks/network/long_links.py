@@ -65,14 +65,14 @@ def training(part: str, rate: str, latency: str, cells: list[dict[str, Any]], lo
     }  # fmt: skip
 
 
-def predicted(wire: str, quick: bool, streams: int = 1, steps: int = 10) -> dict[str, Any]:
+def predicted(wire: str, quick: bool, streams: int = 1, steps: int = 9) -> dict[str, Any]:
     about = {"wire": wire, "streams": streams}
     given = document(wire, 5 if quick else steps, streams=streams, quick=quick)
     return {"about": about, "document": given, "variant": "now", "predicted": True}
 
 
 def cold(variant: str, repeat: int, quick: bool, tree: str | None = None) -> dict[str, Any]:
-    given = document("max", 5 if quick else 12, cold=True, quick=quick)
+    given = document("max", 5 if quick else 11, cold=True, quick=quick)
     if variant == "two hops":
         given["wire"] = {**given["wire"], "gradient": TWO_HOPS, "embedding": {**TWO_HOPS, "sync": "fused"}}
     about = {"wire": "max", "variant": variant, "repeat": repeat}
@@ -194,7 +194,8 @@ def main() -> None:
     if args.job is not None:
         job = json.loads(args.job.read_text())
         os.sched_setaffinity(0, job["cores"])
-        return perform(job)
+        perform(job)
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.table:
         usable = sorted(os.sched_getaffinity(0))[-8:]
@@ -203,8 +204,8 @@ def main() -> None:
             usable = list(range(int(first), int(last or first) + 1))
         each = max(1, len(usable) // args.labs)
         cores = [usable[lab * each : (lab + 1) * each] for lab in range(args.labs)]
-        chosen = [j for j in jobs(args.trees, args.quick) if not args.only or j["about"]["part"] in args.only.split(",")]
-        run_all(args, chosen, cores)
+        parts = args.only.split(",") if args.only else None
+        run_all(args, [j for j in jobs(args.trees, args.quick) if not parts or j["about"]["part"] in parts], cores)
     show(args.out / "rows.jsonl")
 
 

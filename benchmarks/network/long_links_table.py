@@ -61,8 +61,8 @@ def _predictions(rows: list[Row]) -> None:
             errors = [abs(1 - 1 / ratio) for ratio in some], [abs(ratio - 1) for ratio in some]
             of_measured, of_simulated = (statistics.median(kind) for kind in errors)
             print(
-                f"{len(some)} cells {name}: median error {of_measured:.1%} of the measured step ({of_simulated:.1%} of the "
-                f"simulated), measured ÷ simulated {min(some):.2f} to {max(some):.2f}\n"
+                f"{len(some)} cells {name}: median error {of_measured:.1%} of the measured step ({of_simulated:.1%} of "
+                f"the simulated), measured ÷ simulated {min(some):.2f} to {max(some):.2f}\n"
             )
 
 

@@ -1,10 +1,10 @@
 """How fast the network is: between neighbours of a group, and in exchanges of gradients; all ranks at the same time.
 
-Between neighbours a few bytes and their answer measure the latency. Then messages double in size until one takes
-LONG_ENOUGH: the burst that a shaped link lets through, TCP's first windows and the clock's resolution no longer matter
-then. Of the gradients a part is exchanged that takes as long uncompressed, and next to nothing, which takes the
-latencies: what is between them is scaled to all of them. What is timed is not preceded by a silence, as steps are: what
-TCP's slow start adds then is computed for the whole step (timing.py).
+Between neighbours a few bytes and their answer measure the latency. Then messages grow until one takes LONG_ENOUGH: the
+burst that a shaped link lets through, TCP's first windows and the clock's resolution no longer matter then. Of the
+gradients a part is exchanged that takes as long uncompressed, and next to nothing, which takes the latencies: what is
+between them is scaled to all of them. What is timed is not preceded by a silence, as steps are: what TCP's slow start
+adds then is computed for the whole step (timing.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from thinwire.collectives import Dense
 from thinwire.collectives.flows import Flows
-from thinwire.collectives.groups import world
+from thinwire.collectives.groups import has_cpu_backend, world
+from thinwire.collectives.messages import maximum
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_pass import MOST_IN_FLIGHT
@@ -61,9 +62,10 @@ def probe(group: dist.ProcessGroup | None, ahead: int, device: torch.device, str
     nbytes = SMALLEST
     while True:
         took = _shift(nbytes, flows, ahead, device)
-        if slowest(took) >= enough or nbytes == LARGEST:
+        longest = slowest(took)
+        if longest >= enough or nbytes == LARGEST:
             break
-        nbytes *= 2
+        nbytes = min(LARGEST, nbytes * (2 if longest > enough / 8 else 4))
     flows.close()
     return LinkSpeed(8 * nbytes / max(took - latency, 1e-9), latency)
 
@@ -81,7 +83,7 @@ def latency_of(flows: Flows, ahead: int, device: torch.device) -> float:
     # All receives are posted before the first message: a message costs one latency, and ranks wait for each other once.
     asked = [flows.irecv(buffers[i], source, 2 * i + 1) for i in range(PINGS)]
     answered = [flows.irecv(buffers[PINGS + i], to, 2 * i + 2) for i in range(PINGS)]
-    dist.barrier(group=flows.groups[0])
+    meet(flows.groups[0])
     sends: list[dist.Work] = []
     for i in range(PINGS):
         began = time.perf_counter()
@@ -96,21 +98,27 @@ def latency_of(flows: Flows, ahead: int, device: torch.device) -> float:
 
 def slowest(seconds: float, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> float:
     """The largest `seconds` of all ranks of the group."""
-    longest = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-    return float(longest)
+    return float(maximum(torch.tensor([seconds], dtype=torch.float64, device=device), group))
+
+
+def meet(group: dist.ProcessGroup | None = None) -> None:
+    """Wait for all ranks of the group: directly between them, since Gloo's barrier goes round a ring."""
+    if has_cpu_backend(group):
+        maximum(torch.zeros(1, dtype=torch.uint8), group)
+    else:
+        dist.barrier(group=group)
 
 
 def _shift(nbytes: int, flows: Flows, ahead: int, device: torch.device) -> float:
     """Seconds until this rank has received its message; in a group of one nothing is sent."""
     if not flows.groups:
-        dist.barrier()
+        meet()
         return 0.0
     size, rank = world(flows.groups[0])
     source, to = (rank - ahead) % size, (rank + ahead) % size
     out, into = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     works = flows.irecv(into, source) if device.type == "cpu" else []
-    dist.barrier()
+    meet()
     began = time.perf_counter()
     if device.type == "cpu":
         sends = flows.isend(out, to)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.distributed.values import gather_json
+from thinwire.train.tune.links import meet
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers and namespaces of a machine
 
@@ -23,7 +24,7 @@ def turns() -> Iterator[None]:
     for turn in range(max(map(machines.count, machines))):
         if turn == mine:
             yield
-        dist.barrier()
+        meet()
 
 
 def shared_cores(device: torch.device) -> int:

@@ -67,11 +67,12 @@ def one_stream_makes_no_group() -> None:
 
 
 def closing_frees_what_was_made() -> None:
-    before = known_groups()
+    before = connections()
     flows = Flows(None, 3)
-    check(known_groups() == before + 2, f"{known_groups() - before} groups were made for three streams")
+    made, peers = connections() - before, dist.get_world_size() - 1
+    check(len(made) == 2 * peers, f"{len(made)} connections were made for three streams to {peers} ranks")
     flows.close()
-    check(known_groups() == before, f"{known_groups() - before} groups are left")
+    check(not made & connections(), f"{len(made & connections())} connections are left")
     dist.barrier()
 
 
@@ -186,8 +187,8 @@ def streams_are_as_many_as_are_clearly_faster() -> None:
         asked = []
 
         def rate(flows: Flows, nbytes: int, rates: dict[int, float] = rates, asked: list[int] = asked) -> tuple:
-            asked.append(len(flows.groups))
-            return rates[len(flows.groups)], nbytes
+            asked.append(1 + len(flows.more))
+            return rates[1 + len(flows.more)], nbytes
 
         with mock.patch.object(streams, "_rate", rate):
             check(streams.settled_streams("auto", None) == best, f"rank {rank}: not {best} for {rates}")

@@ -138,6 +138,16 @@ def measure(collective: Collective, shape: tuple[int, int], k: int, workers: str
     with compiled_once():
         collective.exchange(torch.randn(WARM).view(64, -1), state={})
     dist.init_process_group("gloo")
+    rows = exchanges(collective, shape, k, workers, steps)
+    dist.barrier()
+    dist.destroy_process_group()
+    return rows
+
+
+def exchanges(
+    collective: Collective, shape: tuple[int, int], k: int, workers: str, steps: int
+) -> list[dict[str, float]]:
+    """`measure` in a process group that is there; kernels are compiled already."""
     size, rank = world(None)
     draw, rows = gradients(workers, shape, k, rank, size), []
     state: State = {}
@@ -156,8 +166,6 @@ def measure(collective: Collective, shape: tuple[int, int], k: int, workers: str
         })  # fmt: skip
         residual = u - own
         del mean, own
-    dist.barrier()
-    dist.destroy_process_group()
     return rows
 
 

@@ -82,23 +82,27 @@ class TwoHop(Collective):
     holds and error feedback repays both hops.
 
     Between two members one hop is enough: each sends all of its own to the other (`Gather`), which is as many bytes,
-    half of the latency, and leaves out the second coding.
+    half of the latency, and leaves out the second coding. Between more it is P/2 times the bytes, and pays over long
+    links where there are few of them (planner/hops.py).
 
-    codec: of both hops' messages.
+    codec: of both hops' messages. hops: 1 or 2; 0: one between two members, two between more.
     """
 
     codec: Codec
+    hops: int = 0
     fixed_sizes = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             raise UsageError(f"TwoHop wants a codec, not {self.codec!r}")
+        if isinstance(self.hops, bool) or self.hops not in (0, 1, 2):
+            raise UsageError(f"hops {self.hops!r}: allowed are 1, 2, and 0: one between two members, two between more")
 
     def steps(
         self, u: Tensor, group: Group = None, *, state: State, key: object = "", step: int = 0, seed: int = 0
     ) -> Steps[tuple[Tensor, Tensor]]:
         size, rank = world(group)
-        if size == 2:
+        if self.hops == 1 or (size == 2 and not self.hops):
             whole = Gather(self.codec)
             return (yield from whole.steps(u, group, state=state, key=key, step=step, seed=seed))
         codec, dtype = self.codec, u.dtype
@@ -156,6 +160,6 @@ def _where_finite(total: Tensor, usual: Callable[[], Tensor], otherwise: Callabl
     return usual() if bool(fits) else otherwise()
 
 
-def Quantized(bits: int) -> TwoHop:
-    """TwoHop(Quantize(bits)): both hops in so many bits per value, 2–8."""
-    return TwoHop(Quantize(bits))
+def Quantized(bits: int, hops: int = 0) -> TwoHop:
+    """TwoHop(Quantize(bits), hops): all hops in so many bits per value, 2–8."""
+    return TwoHop(Quantize(bits), hops)

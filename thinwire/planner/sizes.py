@@ -81,7 +81,7 @@ def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: 
     if "density" in setting.args:
         return Cost(), _sparse(setting, n, ranks)
     table = {"codec": "quantize", "bits": setting.args["bits"]} if "bits" in setting.args else setting.args["codec"]
-    if setting.name == "gather":
+    if setting.name == "gather" or setting.args.get("hops") == 1:
         return Cost(), network.gather(coded(build(table).for_shapes(shapes), (n,)), ranks)
     return Cost(), network.two_hop(coded(build(table), (n,)), ranks)
 

@@ -1,17 +1,17 @@
 """How fast the network is: between neighbours of a group, and in exchanges of gradients; all ranks at the same time.
 
-Between neighbours a few bytes and their answer measure the latency. Then messages double in size until one takes
-LONG_ENOUGH: the burst that a shaped link lets through, TCP's first windows and the clock's resolution no longer matter
-then. Of the gradients a part is exchanged that takes as long uncompressed, and next to nothing, which takes the
-latencies: what is between them is scaled to all of them. What is timed is not preceded by a silence, as steps are: what
-TCP's slow start adds then is computed for the whole step (timing.py).
+Between neighbours a few bytes and their answer measure the latency. Then messages grow until one takes LONG_ENOUGH: the
+burst that a shaped link lets through, TCP's first windows and the clock's resolution no longer matter then. Of the
+gradients a part is exchanged that takes as long uncompressed, and next to nothing, which takes the latencies: what is
+between them is scaled to all of them. What is timed is not preceded by a silence, as steps are: what TCP's slow start
+adds then is computed for the whole step (timing.py).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from thinwire.collectives import Dense
 from thinwire.collectives.flows import Flows
-from thinwire.collectives.groups import world
+from thinwire.collectives.groups import has_cpu_backend, world
+from thinwire.collectives.messages import maximum
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_pass import MOST_IN_FLIGHT
@@ -61,9 +62,10 @@ def probe(group: dist.ProcessGroup | None, ahead: int, device: torch.device, str
     nbytes = SMALLEST
     while True:
         took = _shift(nbytes, flows, ahead, device)
-        if slowest(took) >= enough or nbytes == LARGEST:
+        longest = slowest(took)
+        if longest >= enough or nbytes == LARGEST:
             break
-        nbytes *= 2
+        nbytes = min(LARGEST, nbytes * (2 if longest > enough / 8 else 4))
     flows.close()
     return LinkSpeed(8 * nbytes / max(took - latency, 1e-9), latency)
 
@@ -76,41 +78,47 @@ def latency_of(flows: Flows, ahead: int, device: torch.device) -> float:
         return min(_shift(4, flows, ahead, device) for _ in range(PINGS))
     size, rank = world(flows.groups[0])
     source, to = (rank - ahead) % size, (rank + ahead) % size
-    took = []
-    for _ in range(PINGS):
-        ping, pong, out = (torch.zeros(4, dtype=torch.uint8) for _ in range(3))
-        asked, answered = flows.irecv(ping, source, 1), flows.irecv(pong, to, 2)
-        dist.barrier(group=flows.groups[0])
+    took: list[float] = []
+    buffers = [torch.zeros(4, dtype=torch.uint8) for _ in range(3 * PINGS)]
+    # All receives are posted before the first message: a message costs one latency, and ranks wait for each other once.
+    asked = [flows.irecv(buffers[i], source, 2 * i + 1) for i in range(PINGS)]
+    answered = [flows.irecv(buffers[PINGS + i], to, 2 * i + 2) for i in range(PINGS)]
+    meet(flows.groups[0])
+    sends: list[dist.Work] = []
+    for i in range(PINGS):
         began = time.perf_counter()
-        sends = flows.isend(out, to, 1)
-        for work in asked:
-            work.wait()
-        sends += flows.isend(out, source, 2)
-        for work in answered:
-            work.wait()
+        sends += flows.isend(buffers[2 * PINGS + i], to, 2 * i + 1)
+        _wait(asked[i])
+        sends += flows.isend(buffers[2 * PINGS + i], source, 2 * i + 2)
+        _wait(answered[i])
         took.append((time.perf_counter() - began) / 2)
-        for work in sends:
-            work.wait()
+    _wait(sends)
     return min(took)
 
 
 def slowest(seconds: float, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> float:
     """The largest `seconds` of all ranks of the group."""
-    longest = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
-    return float(longest)
+    return float(maximum(torch.tensor([seconds], dtype=torch.float64, device=device), group))
+
+
+def meet(group: dist.ProcessGroup | None = None) -> None:
+    """Wait for all ranks of the group: directly between them, since Gloo's barrier goes round a ring."""
+    if has_cpu_backend(group):
+        maximum(torch.zeros(1, dtype=torch.uint8), group)
+    else:
+        dist.barrier(group=group)
 
 
 def _shift(nbytes: int, flows: Flows, ahead: int, device: torch.device) -> float:
     """Seconds until this rank has received its message; in a group of one nothing is sent."""
     if not flows.groups:
-        dist.barrier()
+        meet()
         return 0.0
     size, rank = world(flows.groups[0])
     source, to = (rank - ahead) % size, (rank + ahead) % size
     out, into = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     works = flows.irecv(into, source) if device.type == "cpu" else []
-    dist.barrier()
+    meet()
     began = time.perf_counter()
     if device.type == "cpu":
         sends = flows.isend(out, to)
@@ -118,12 +126,15 @@ def _shift(nbytes: int, flows: Flows, ahead: int, device: torch.device) -> float
         receive = dist.P2POp(dist.irecv, into, group=flows.groups[0], group_peer=source)
         send = dist.P2POp(dist.isend, out, group=flows.groups[0], group_peer=to)
         works, sends = dist.batch_isend_irecv([receive, send]), []
+    _wait(works)
+    took = elapsed(began, device)
+    _wait(sends)
+    return took
+
+
+def _wait(works: Iterable[dist.Work]) -> None:
     for work in works:
         work.wait()
-    took = elapsed(began, device)
-    for work in sends:
-        work.wait()
-    return took
 
 
 class ExchangeCost(NamedTuple):

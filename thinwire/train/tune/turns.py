@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.distributed.values import gather_json
+from thinwire.train.tune.links import meet
 
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers and namespaces of a machine
 
@@ -23,15 +24,20 @@ def turns() -> Iterator[None]:
     for turn in range(max(map(machines.count, machines))):
         if turn == mine:
             yield
-        dist.barrier()
+        meet()
 
 
 def shared_cores(device: torch.device) -> int:
     """How many ranks can compute at the same time, where all ranks are on one machine that has fewer cores than they
     have threads; else 0. All ranks of the world call it together."""
     machines = _machines()
-    cores = (os.cpu_count() or 1) // torch.get_num_threads()
+    cores = _usable_cores() // torch.get_num_threads()
     return cores if device.type == "cpu" and len(set(machines)) == 1 and 0 < cores < len(machines) else 0
+
+
+def _usable_cores() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _machines() -> list[str]:

@@ -53,7 +53,7 @@ class Alone:
     scores: Scores | None  # of a classifier
 
     def __init__(self, config: TrainConfig, stage: Stage) -> None:
-        self.stage = _casting(stage, config)
+        self.stage = casting(stage, config)
         self.microbatches = config.mesh.microbatches
         self.loss = Loss(config.mesh.dp)
         self.device = next(stage.parameters()).device
@@ -63,11 +63,11 @@ class Alone:
         self, batch: Batch, train: bool, upcoming: Tensor | None = None, done: Callable[[], None] | None = None
     ) -> Tensor | None:
         """This replica's loss; where `train`, gradients are added to .grad. `upcoming` and `done` are not used."""
-        self.loss.labelled, batch = batch.labelled, _on(self.device, batch)
+        self.loss.labelled, batch = batch.labelled, on_device(self.device, batch)
         total = torch.zeros((), device=self.device)
         with torch.set_grad_enabled(train):
             for part in batch.split(self.microbatches):
-                logits = self.stage(part.inputs, **_beside(part))
+                logits = self.stage(part.inputs, **beside(part))
                 loss = self.loss(logits, part.labels)
                 if self.scores is not None:
                     self.scores.add(logits, part.labels)
@@ -128,7 +128,7 @@ class Piped:
         self.device = weight.device
         self.scores = _scores(some, self.device)
         projected = learned_boundaries(config, some.config.vocab_size)
-        modules = {index: _sliced(_casting(stage, config), stage, mesh) for index, stage in sorted(stages.items())}
+        modules = {index: _sliced(casting(stage, config), stage, mesh) for index, stage in sorted(stages.items())}
         if projected is not None:
             modules = bounded(projected, modules, self.rank_of, hidden, self.device)
         self.parts = [
@@ -159,7 +159,7 @@ class Piped:
         are read ahead. done: called when this rank's gradients are complete, while other ranks may still compute; the
         pass then waits for `settle`.
         """
-        self.loss.labelled, batch = batch.labelled, _on(self.device, batch)
+        self.loss.labelled, batch = batch.labelled, on_device(self.device, batch)
         if not train:
             return self._evaluate(batch)
         losses: list[Tensor] = []
@@ -212,7 +212,7 @@ class Piped:
 
     def _beside(self, batch: Batch) -> dict[str, Tensor]:
         """What every stage is called with; learned boundaries may need the tokens."""
-        return _beside(batch) | ({"tokens": batch.inputs} if self.boundaries is not None else {})
+        return beside(batch) | ({"tokens": batch.inputs} if self.boundaries is not None else {})
 
     def settle(self, skipped: bool, rate: float) -> None:
         """End the pass: keep what it wrote, or drop it where the step is `skipped`; on all ranks alike. Boundaries that
@@ -260,13 +260,13 @@ def autocast(config: TrainConfig) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: torch.autocast(config.run.device, dtype=torch.bfloat16)
 
 
-def _on(device: torch.device, batch: Batch) -> Batch:
+def on_device(device: torch.device, batch: Batch) -> Batch:
     """The batch on the stages' device; its ids stay on the host, which looks them up."""
     segments = None if batch.segments is None else batch.segments.to(device)
     return batch._replace(inputs=batch.inputs.to(device), labels=batch.labels.to(device), segments=segments)
 
 
-def _beside(batch: Batch) -> dict[str, Tensor]:
+def beside(batch: Batch) -> dict[str, Tensor]:
     """What every stage is called with beside its input; torch splits it into micro-batches as it does the input."""
     return {} if batch.segments is None else {"segments": batch.segments}
 
@@ -288,7 +288,8 @@ class _Casting(nn.Module):
             return self.stage(x, **beside).to(self.dtype)
 
 
-def _casting(stage: Stage, config: TrainConfig) -> nn.Module:
+def casting(stage: Stage, config: TrainConfig) -> nn.Module:
+    """The stage, under autocast where `[run] autocast` says so."""
     return stage if config.run.autocast == "off" else _Casting(stage, autocast(config))
 
 

@@ -44,9 +44,9 @@ class Crossing:
             lane.resolve_checks()
         return [fault for lane in self.all() for fault in lane.faults]
 
-    def sent(self) -> int:
-        """Bytes of frames so far, both ways."""
-        senders = [pair[0] for pair in self.lanes.values()]
+    def sent(self, direction: str | None = None) -> int:
+        """Bytes of frames so far, of one direction or both."""
+        senders = [pair[0] for way, pair in self.lanes.items() if direction in (None, way)]
         return sum(channel.stats.wire_bytes for lane in senders for _, channel in lane.channels())
 
 
@@ -60,7 +60,7 @@ def cross(x: Tensor, crossing: Crossing, messages: Sequence[Message]) -> Tensor:
 
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, crossing: Crossing, messages: Sequence[Message]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, crossing: Crossing, messages: Sequence[Message]) -> Tensor:
         ctx.crossing, ctx.message = crossing, messages[1]
         return crossing.carry("forward", messages[0], x)
 

@@ -29,7 +29,7 @@ class _Arrival(dist.Work):
         super().__init__()
         self.x, self.mail = x, mail
 
-    def wait(self, timeout: object = None) -> bool:  # type: ignore[override]
+    def wait(self, timeout: object = None) -> bool:
         if self.x is not None and self.mail is not None:
             self.x.copy_(self.mail.get(timeout=PATIENCE))
         return True

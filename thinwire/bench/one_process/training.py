@@ -79,9 +79,9 @@ class OneProcess:
         note("eval", **self.evaluate())
         while self.step < self.steps:
             loss, norm = self.train_step()
-            note("step", loss=loss, norm=norm, bytes=self.sent())
+            note("step", loss=loss, norm=norm, bytes=sum(self.sent().values()))
             if self.step == self.steps or (every and self.step % every == 0):
-                note("eval", **self.evaluate(), bytes=self.sent())
+                note("eval", **self.evaluate(), bytes=sum(self.sent().values()))
         return events
 
     def train_step(self) -> tuple[float, float | None]:
@@ -119,9 +119,10 @@ class OneProcess:
         scores = {} if self.scores is None else summary(self.scores.take())
         return {"held_out": total / labels if labels else math.nan, **scores}
 
-    def sent(self) -> int:
-        """Bytes over all boundaries and between the two copies of a tied embedding so far."""
-        return sum(crossing.sent() for crossing in self.crossings) + (self.tied.sent() if self.tied else 0)
+    def sent(self) -> dict[str, int]:
+        """Bytes so far: forward and backward over all boundaries, and between the copies of a tied embedding."""
+        crossed = {way: sum(crossing.sent(way) for crossing in self.crossings) for way in DIRECTIONS}
+        return {**crossed, "embedding": self.tied.sent() if self.tied else 0}
 
     # --- inside
 

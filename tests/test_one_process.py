@@ -21,7 +21,8 @@ WORDS = ["plain", "thin", "dense", "warm", "cold", "sparse", "exact", "late", "e
 
 def run(out: Any, wire: dict[str, Any], **changed: dict[str, Any]) -> TrainConfig:
     document = {
-        "model": {"hidden": 32, "layers": 4, "heads": 4}, "data": {"seq_len": 16, "corpus_bytes": 3000, "held_out": 0.2},
+        "model": {"hidden": 32, "layers": 4, "heads": 4},
+        "data": {"seq_len": 16, "corpus_bytes": 3000, "held_out": 0.2},
         "mesh": {"pp": 2, "microbatches": 2}, "optim": {"batch": 8, "epochs": 2, "warmup": 2, "lr": 3e-3},
         "run": {"eval_every": 5, "checkpoint_every": 0, "loggers": []},
     }  # fmt: skip

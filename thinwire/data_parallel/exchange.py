@@ -11,7 +11,8 @@ from torch import Tensor
 from thinwire.codecs.base import is_finite
 from thinwire.collectives.early import Early
 from thinwire.collectives.flows import Flows
-from thinwire.collectives.groups import ALONE, Group, Metered, elastic, without_meter, world
+from thinwire.collectives.groups import ALONE, Group, Metered, without_meter, world
+from thinwire.collectives.members import Members
 from thinwire.collectives.messages import maximum
 from thinwire.collectives.sums import exact_mean, exact_mean_steps
 from thinwire.collectives.transit import Transit
@@ -66,8 +67,8 @@ class Exchange:
         self.transit = Transit(self.size, rank)
         self.group = Metered(ALONE if self.size == 1 else without_meter(group), self.sent, self.transit)
         own_group = own_group and self.size > 1
-        comes_and_goes = elastic(group) is not None  # its receives are not posted early
-        self.flows = Flows(ALONE if comes_and_goes and streams == 1 else self.group, streams)
+        of_torch = not isinstance(self.group.group, Members)  # receives of others are not posted early
+        self.flows = Flows(self.group if of_torch or streams > 1 else ALONE, streams)
         self.group.flows = self.flows if streams > 1 else None
         self.flag_group = Metered(self.group.group)  # what is agreed on is no payload: counted apart, not checked
         if own_group:

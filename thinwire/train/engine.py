@@ -65,12 +65,12 @@ class Alone:
         self, batch: Batch, train: bool, upcoming: Tensor | None = None, done: Callable[[], None] | None = None
     ) -> Tensor | None:
         """This replica's loss; where `train`, gradients are added to .grad. `upcoming` and `done` are not used."""
-        self.loss.labelled, batch = batch.labelled, _on(self.device, batch)
+        self.loss.labelled, batch = batch.labelled, on_device(self.device, batch)
         total = torch.zeros((), device=self.device)
         with torch.set_grad_enabled(train):
             for part in batch.split(self.microbatches):
                 self.opening.seen["tokens"] = part.inputs
-                logits = self.stage(part.inputs, **_beside(part))
+                logits = self.stage(part.inputs, **beside(part))
                 loss = self.loss(logits, part.labels)
                 if self.scores is not None:
                     self.scores.add(logits, part.labels)
@@ -164,7 +164,7 @@ class Piped:
         are read ahead. done: called when this rank's gradients are complete, while other ranks may still compute; the
         pass then waits for `settle`.
         """
-        self.loss.labelled, batch = batch.labelled, _on(self.device, batch)
+        self.loss.labelled, batch = batch.labelled, on_device(self.device, batch)
         if not train:
             return self._evaluate(batch)
         losses: list[Tensor] = []
@@ -218,7 +218,7 @@ class Piped:
     def _beside(self, batch: Batch) -> dict[str, Tensor]:
         """What every stage is called with; learned boundaries may need the tokens."""
         told = self.boundaries is not None or self.opening.needs_tokens
-        return _beside(batch) | ({"tokens": batch.inputs} if told else {})
+        return beside(batch) | ({"tokens": batch.inputs} if told else {})
 
     def settle(self, skipped: bool, rate: float) -> None:
         """End the pass: keep what it wrote, or drop it where the step is `skipped`; on all ranks alike. Boundaries that
@@ -259,13 +259,13 @@ class Piped:
             self.boundaries.close()
 
 
-def _on(device: torch.device, batch: Batch) -> Batch:
+def on_device(device: torch.device, batch: Batch) -> Batch:
     """The batch on the stages' device; its ids stay on the host, which looks them up."""
     segments = None if batch.segments is None else batch.segments.to(device)
     return batch._replace(inputs=batch.inputs.to(device), labels=batch.labels.to(device), segments=segments)
 
 
-def _beside(batch: Batch) -> dict[str, Tensor]:
+def beside(batch: Batch) -> dict[str, Tensor]:
     """What every stage is called with beside its input; torch splits it into micro-batches as it does the input."""
     return {} if batch.segments is None else {"segments": batch.segments}
 

@@ -89,7 +89,7 @@ class Update:
         if not self.begun:
             self.begun = True
             self.watch.end_backward()
-            self.last_norm = float(_squares(self.reducer.parameters.values()).sqrt()) if self.reducer else None
+            self.last_norm = float(sum_of_squares(self.reducer.parameters.values()).sqrt()) if self.reducer else None
             if self.rows is not None:
                 self.rows.send_gradients()
             for reducer in self.early:
@@ -112,7 +112,7 @@ class Update:
 
     def squares(self) -> float:
         """Of this rank's part of the gradient, added up."""
-        return float(_squares(self.counted_once))
+        return float(sum_of_squares(self.counted_once))
 
     @property
     def exchanging(self) -> list[Exchanging]:
@@ -294,6 +294,7 @@ def _under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
 
 
-def _squares(parameters: Iterable[nn.Parameter]) -> Tensor:
+def sum_of_squares(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """0-d float64: of all gradients."""
     norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters if p.grad is not None]
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thinwire.bench.one_process.crossing import Crossing, cross
 from thinwire.boundaries.projected import Projected
 from thinwire.boundaries.synchronise import Boundaries
 from thinwire.config.wire import Wire
-from thinwire.pipeline.lane import DIRECTIONS, Lane, Message
+from thinwire.pipeline.lane import Message
 
 
 @dataclass
@@ -26,48 +27,6 @@ class InProcess:
     stage_index: int
     submod: nn.Module
     group: dist.ProcessGroup | None = None
-
-
-class Crossing:
-    """One boundary: both ends of both directions.
-
-    wire: of its messages. boundary: its number, that of the stage before it. seed: the run's.
-    """
-
-    def __init__(self, wire: Wire, boundary: int, seed: int) -> None:
-        after = boundary + 1
-        names = {"forward": f"forward {boundary}→{after}", "backward": f"backward {after}→{boundary}"}
-        links = {"forward": wire.forward, "backward": wire.backward}
-        self.lanes = {way: [Lane(links[way], names[way], end, seed) for end in ("send", "recv")] for way in DIRECTIONS}
-
-    def carry(self, direction: str, microbatch: int, x: Tensor) -> Tensor:
-        """What the other end has of `x`."""
-        sender, receiver = self.lanes[direction]
-        message = Message(microbatch, None, True)
-        with torch.no_grad():
-            return receiver.recv(message, 0, sender.send(message, 0, x.detach()), x.shape, x.dtype)
-
-    def all(self) -> list[Lane]:
-        """Its four lanes."""
-        return [lane for pair in self.lanes.values() for lane in pair]
-
-    def sent(self) -> int:
-        """Bytes of frames so far, both ways."""
-        senders = [pair[0] for pair in self.lanes.values()]
-        return sum(channel.stats.wire_bytes for lane in senders for _, channel in lane.channels())
-
-
-class _Cross(torch.autograd.Function):
-    """x to the next stage, and its gradient back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, crossing: Crossing, microbatch: int) -> Tensor:
-        ctx.crossing, ctx.microbatch = crossing, microbatch
-        return crossing.carry("forward", microbatch, x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.crossing.carry("backward", ctx.microbatch, gradients[0]), None, None
 
 
 class Sequence:
@@ -126,7 +85,7 @@ class Sequence:
         for index, stage in enumerate(self.stages):
             x = stage(x) if self.boundaries is None else stage(x, tokens=tokens)
             if index < len(self.crossings):
-                x = _Cross.apply(x, self.crossings[index], microbatch)
+                x = cross(x, self.crossings[index], [Message(microbatch, None, True)] * 2)
         return x
 
     @torch.no_grad()

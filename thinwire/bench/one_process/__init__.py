@@ -1,0 +1,1 @@
+"""A run of `thinwire train` with a pipeline, trained inside one process: the same bits, no network, no other rank."""

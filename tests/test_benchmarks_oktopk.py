@@ -27,7 +27,7 @@ def bench(monkeypatch):
 def test_quick_run_goes_on_and_reports(bench, tmp_path, capsys):
     tiny = ("--out", str(tmp_path), "--quick", "--parallel", "0", "--cpu", "--tasks", "llama")
     bench(*tiny, "--methods", "dense,Ok-Topk 1 %,4 bits")
-    file = tmp_path / "runs.jsonl"
+    file = tmp_path / "runs-cpu.jsonl"
     lines = file.read_text().splitlines()
     rows = {(row["method"], row["seed"]): row for row in map(json.loads, lines)}
     assert len(lines) == len(rows) == 6 and all(row["agree"] for row in rows.values())

@@ -126,7 +126,7 @@ def carry_out(options: argparse.Namespace, done: Rows) -> int:
 def gather(options: argparse.Namespace, rows: Any, count: int, processes: list[Any], began: float) -> int:
     """Write rows as they come, until every process has ended; how many runs failed."""
     failed = 0
-    file = options.out / ("probe.jsonl" if options.probe else "runs.jsonl")
+    file = options.out / ("probe.jsonl" if options.probe else "runs-cpu.jsonl" if options.cpu else "runs.jsonl")
     while count:
         try:
             row = rows.get(timeout=2)
@@ -169,10 +169,10 @@ def shared_card(used: bool) -> Iterator[None]:
             subprocess.run([str(control)], input="quit\n", text=True)
 
 
-def read_rows(file: Path) -> Rows:
-    """Of earlier calls; a line that was cut off is left out."""
+def read_rows(folder: Path) -> Rows:
+    """Of earlier calls, also of one that runs now on the CPU; a line that was cut off is left out."""
     rows: Rows = {}
-    for line in file.read_text().splitlines() if file.exists() else []:
+    for line in [line for file in sorted(folder.glob("runs*.jsonl")) for line in file.read_text().splitlines()]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
@@ -205,7 +205,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parallel", type=int, default=6, help="runs at a time, each in a process; 0: in this one")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
     parser.add_argument("--probe", type=int, default=0, help="end every run after so many steps: how fast is it?")
-    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--cpu", action="store_true", help="although a card is there; into runs-cpu.jsonl")
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--quick", action="store_true", help="small networks on made-up data")
     parser.add_argument("--table", action="store_true", help="print what is there, run nothing")
@@ -232,7 +232,7 @@ def main() -> None:
     options = arguments()
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    rows = read_rows(options.out / "runs.jsonl")
+    rows = read_rows(options.out)
     if options.table or options.docs or options.figure:
         show(options, list(rows.values()))
         return

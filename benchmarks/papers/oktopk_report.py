@@ -19,18 +19,34 @@ TITLES = {
 }  # fmt: skip
 SHOWN = {"error": "test error, %", "letters": "letter errors, %", "words": "word errors, %"}
 BEGIN, END = "<!-- oktopk.py writes from here -->", "<!-- to here -->"
+CLOSE = 0.5  # "similar to dense": percent of the loss, or points of the first error
 QUARTERS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of a run, at which counts are shown
 
 
-def paired(rows: Sequence[Row], dense: Sequence[Row], name: str, relative: bool) -> str:
-    """Mean difference to dense of the seeds that both have, ± half its 95 % interval; percent, or points."""
+def differences(rows: Sequence[Row], dense: Sequence[Row], name: str) -> list[float]:
+    """To dense, of the seeds that both have: of the loss in percent, of errors in points."""
     exact = {row["seed"]: row[name] for row in dense if name in row}
     both = [(row[name], exact[row["seed"]]) for row in rows if name in row and row["seed"] in exact]
-    if not both:
+    return [100 * (a / b - 1) if name == "loss" else a - b for a, b in both]
+
+
+def paired(values: Sequence[float]) -> str:
+    """The mean ± half its 95 % interval."""
+    if not values:
         return ""
-    values = [100 * (a / b - 1) if relative else a - b for a, b in both]
     spread = half_interval(values)
     return f"{statistics.fmean(values):+.2f}" + (f" ± {spread:.2f}" if spread is not None else "")
+
+
+def verdict(values: Sequence[float]) -> str:
+    """Is it within CLOSE of dense: surely, on average, surely not, or not on average? Of one seed nothing is said."""
+    spread = half_interval(values)
+    if spread is None:
+        return "?"
+    mean = statistics.fmean(values)
+    if mean <= CLOSE:
+        return "yes" if mean + spread <= CLOSE else "on average"
+    return "no" if mean - spread > CLOSE else "not on average"
 
 
 def groups(rows: Iterable[Row]) -> dict[tuple[str, int, float, float], dict[str, list[Row]]]:
@@ -55,18 +71,43 @@ def markdown(rows: Sequence[Row]) -> str:
         out += ["", f"**{TITLES[task]}**: {workers} workers, {epochs:g} epochs, {steps:,} steps{scaled}", ""]
         heads = ["method", "seeds", "held-out loss", "against dense, %"]
         heads += [head for name in names for head in (SHOWN[name], "against dense, points")]
-        heads += ["MB per step", "× less", "busiest ÷ mean"]
+        heads += [f"within {CLOSE} " + ("points" if names else "%"), "MB per step", "× less", "busiest ÷ mean"]
         out += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
         for method, found in methods.items():
-            cells = [method, str(len(found)), mean_of(found, "loss", 4)]
-            cells += ["" if method == "dense" else paired(found, dense, "loss", True)]
+            others = [] if method == "dense" else dense
+            cells = [method, str(len(found)), mean_of(found, "loss", 4), paired(differences(found, others, "loss"))]
             for name in names:
-                cells += [mean_of(found, name, 2), "" if method == "dense" else paired(found, dense, name, False)]
+                cells += [mean_of(found, name, 2), paired(differences(found, others, name))]
+            cells.append(verdict(differences(found, dense, names[0] if names else "loss")) if others else "")
             sent = statistics.fmean(row["bytes"] for row in found)
             less = f"{dense[0]['bytes'] / sent:.1f}" if dense else ""
             cells += [f"{sent / 1e6:.3f}", less, mean_of(found, "busiest", 3)]
             out.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*out, *counts(rows)])
+    return "\n".join([*out, *prices(rows), *counts(rows)])
+
+
+def prices(rows: Sequence[Row]) -> list[str]:
+    """What a method costs in held-out loss, by the length of the schedule; as the figure draws it."""
+    out = ["", "**The price against the number of steps**: held-out loss against dense, %", ""]
+    out += ["| task, method | steps: price |", "|---|---|"]
+    for task in TASKS:
+        for method in METHODS:
+            found = points(rows, task, method) if method != "dense" else []
+            if len(found) > 1:
+                shown = " · ".join(f"{steps:,}: {paired(values)}" for steps, values in found)
+                out.append(f"| {task}, {method} | {shown} |")
+    return out if len(out) > 5 else []
+
+
+def points(rows: Sequence[Row], task: str, method: str) -> list[tuple[int, list[float]]]:
+    """(steps, paired differences of the loss) for every length of the schedule, at four workers and the usual rate."""
+    found = []
+    for (which, workers, rate, _), methods in groups(rows).items():
+        if which == task and workers == 4 and rate == 1 and {"dense", method} <= methods.keys():
+            values = differences(methods[method], methods["dense"], "loss")
+            if values:
+                found.append((methods[method][0]["steps"], values))
+    return sorted(found)
 
 
 def into_page(page: str, table: str) -> str:
@@ -109,28 +150,20 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     from matplotlib import pyplot
 
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
-    figure, axes = pyplot.subplots(1, len(tasks), figsize=(4.6 * len(tasks), 3.8), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(tasks), figsize=(4.6 * len(tasks), 3.8), squeeze=False, layout="constrained")
     for axis, task in zip(axes[0], tasks):
         for method in METHODS:
-            points = []
-            for (which, workers, rate, _), found in groups(rows).items():
-                if which == task and workers == 4 and rate == 1 and {"dense", method} <= found.keys():
-                    exact = {row["seed"]: row["loss"] for row in found["dense"]}
-                    prices = [100 * (r["loss"] / exact[r["seed"]] - 1) for r in found[method] if r["seed"] in exact]
-                    if prices:
-                        points.append(
-                            (found[method][0]["steps"], statistics.fmean(prices), half_interval(prices) or 0.0)
-                        )
-            points.sort()
-            if points and method != "dense":
-                steps, prices, spreads = zip(*points)
-                axis.errorbar(steps, prices, spreads, marker="o", capsize=3, label=method, linewidth=1.2)
+            found = points(rows, task, method) if method != "dense" else []
+            if found:
+                steps, means = [at for at, _ in found], [statistics.fmean(values) for _, values in found]
+                spreads = [half_interval(values) or 0.0 for _, values in found]
+                axis.errorbar(steps, means, spreads, marker="o", capsize=3, label=method, linewidth=1.2)
         axis.axhline(0, color="black", linewidth=0.8)
         axis.set_xscale("log")
         axis.set_xlabel("steps of the schedule")
         axis.set_ylabel("held-out loss against dense, %")
         axis.set_title(TITLES[task], fontsize=10)
-    axes[0][-1].legend(fontsize=7)
-    figure.tight_layout()
+    lines = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(list(lines.values()), list(lines), loc="outside right center", frameon=False, fontsize=8)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)

@@ -11,6 +11,7 @@ github.com/cphazen/Machine-Learning-Project-ASR (an4). The LSTM spells what it h
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,15 +28,15 @@ Speech = list[tuple[Tensor, str]]  # [frames, WIDTH], and what is said
 
 
 class Speller(nn.Module):
-    """Frames → letters: two LSTM layers and a linear one."""
+    """Frames → letters: two LSTM layers and a linear one. width: of what it takes at once."""
 
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, width: int = WIDTH) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(WIDTH, hidden, num_layers=2, batch_first=True)
+        self.lstm = nn.LSTM(width, hidden, num_layers=2, batch_first=True)
         self.letters = nn.Linear(hidden, len(LETTERS))
 
     def forward(self, frames: Tensor) -> Tensor:
-        """[rows, frames, WIDTH] → [rows, frames, letters]: logarithms of probabilities."""
+        """[rows, frames, width] → [rows, frames, letters]: logarithms of probabilities."""
         return self.letters(self.lstm(frames)[0]).log_softmax(-1)
 
 
@@ -88,7 +89,7 @@ def letter_errors(model: nn.Module, speech: Speech, device: torch.device) -> flo
     return wrong / total
 
 
-def edits(a: str, b: str) -> int:
+def edits(a: Sequence[str], b: Sequence[str]) -> int:
     """Insertions, deletions and replacements that turn a into b."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):

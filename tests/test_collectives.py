@@ -12,6 +12,7 @@ from collective_cases import (
     gradient,
     two_levels_with_subgroups_made_by_their_members,
 )
+from in_process_cases import members_in_one_process_train_as_ranks_do
 from rank_cases import name_of, run_cases
 from rank_launch import launch, on_a_network, passed
 
@@ -35,11 +36,21 @@ def test_case(ranks, case):
     passed(ranks, case)
 
 
-@pytest.mark.timeout(100)
-def test_two_levels():
+@pytest.fixture(scope="module")
+def four_ranks():
+    cases = [two_levels_with_subgroups_made_by_their_members, members_in_one_process_train_as_ranks_do]
     with Network(hosts=4, preload=PRELOAD) as net:
-        ranks = launch(net, run_cases, [two_levels_with_subgroups_made_by_their_members], timeout=60)
-    passed(ranks, two_levels_with_subgroups_made_by_their_members)
+        return launch(net, run_cases, cases, timeout=150)
+
+
+@pytest.mark.timeout(190)
+def test_two_levels(four_ranks):
+    passed(four_ranks, two_levels_with_subgroups_made_by_their_members)
+
+
+@pytest.mark.timeout(190)
+def test_members_in_one_process_train_as_ranks_do(four_ranks):
+    passed(four_ranks, members_in_one_process_train_as_ranks_do)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

@@ -16,7 +16,7 @@ from thinwire.collectives.base import State
 from thinwire.collectives.groups import world
 from thinwire.collectives.messages import all_reduce
 from thinwire.config.wire import Reduction
-from thinwire.memory import EF21, Diana, ErrorFeedback, Memory, Plain
+from thinwire.memory import EF21, Diana, ErrorFeedback, Memory, Plain, RandDiana
 
 WARM = 0.1  # of the steps, where a method starts exact
 UNIT_MB = 0.7  # so that even small models are exchanged in several units
@@ -105,6 +105,9 @@ def _all() -> list[Method]:
         Method("Sign 1 bit", "Quantized", one_bit),
         Method("EF21 top 5 %", "EF21", lambda: TopkAllgather(0.05), EF21),
         Method("DIANA 4 bits", "DIANA", lambda: Gather(Quantize(4, rounding="stochastic")), Diana),
+        Method(
+            "Rand-DIANA 4 bits", "DIANA", lambda: Gather(Quantize(4, rounding="stochastic")), lambda: RandDiana(0.05)
+        ),
         *(_frozen() if FROZEN else []),
     ]
 

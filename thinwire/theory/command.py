@@ -54,8 +54,10 @@ def _folder(path: str) -> Path:
 def _print(results: experiments.Results, rows: list[dict[str, Any]], checks: list[Check]) -> None:
     for figure, traces in results.traces.items():
         cells = [summary.cells(row) for row in rows if row["figure"] == figure]
-        runs = len(next(iter(traces.values())).error[0])
-        table(f"{figure}, seeds {', '.join(map(str, results.seeds[:runs]))}", summary.COLUMNS, cells, summary.CAPTION)
+        runs = [len(trace.error[0]) for trace in traces.values()]
+        said = f"{figure}, seeds {', '.join(map(str, results.seeds[: max(runs)]))}"
+        said += "" if min(runs) == max(runs) else f"; the plotted step: {results.seeds[0]}"
+        table(said, summary.COLUMNS, cells, summary.CAPTION)
     if results.two_stage:
         curves = results.two_stage
         horizons = sorted(next(iter(curves.values())))

@@ -57,12 +57,13 @@ class Results:
 
 
 def plan(chosen: Sequence[str], seeds: Sequence[int], quick: bool) -> list[Task]:
-    """The tasks of the chosen problems, fewer with `quick`. Sweeps over codecs and splits use the first seed only."""
+    """The tasks of the chosen problems, fewer with `quick`. The plotted step, logistic regression and κ take the first
+    seed only."""
     tasks: list[Task] = []
     if "ridge" in chosen:
         tasks += _comparison(seeds, MILD if quick else {})
         tasks += _different_workers(seeds, quick) + _conditions(seeds[:1])
-        tasks += [] if quick else _densities(seeds[:1], DENSITIES) + _dithering(seeds[:1])
+        tasks += [] if quick else _densities(seeds, DENSITIES) + _dithering(seeds)
     if "logistic" in chosen:
         tasks += _logistic(seeds[:1], problems.SPLITS[-1:] if quick else problems.SPLITS)
     if "interpolation" in chosen:
@@ -143,25 +144,31 @@ def _conditions(seeds: Sequence[int]) -> list[Task]:
 
 def _densities(seeds: Sequence[int], densities: Sequence[float]) -> list[Task]:
     """The paper's first figure: Rand-K at several q; DIANA with both steps."""
-    problem, tasks = problems.ridge(seeds), []
+    tasks = []
     for q in densities:
-        for m in _pair(RandK(q), problem):
-            tasks.append(_task("randk", f"{m.name}, q = {q}", m, problem, seeds))
+        tasks += _sweep("randk", f"q = {q}", RandK(q), seeds)
     return tasks
 
 
 def _dithering(seeds: Sequence[int]) -> list[Task]:
     """The paper's second figure: natural dithering at several s; without the slow plotted step at the smallest s."""
-    problem, tasks = problems.ridge(seeds), []
+    tasks = []
     for s in LEVELS:
-        for m in _pair(NaturalDither(s), problem)[: None if s > min(LEVELS) else 2]:
-            tasks.append(_task("dither", f"{m.name}, s = {s}", m, problem, seeds))
+        tasks += _sweep("dither", f"s = {s}", NaturalDither(s), seeds, plotted=s > min(LEVELS))
     return tasks
 
 
-def _pair(codec: RandK | NaturalDither, problem: Problem) -> list[Method]:
-    plotted = methods.diana(codec, steps.diana_plotted, PLOTTED)
-    return [methods.diana(codec), methods.rand_diana(codec, problem), plotted]
+def _sweep(
+    figure: str, setting: str, codec: RandK | NaturalDither, seeds: Sequence[int], plotted: bool = True
+) -> list[Task]:
+    """DIANA and Rand-DIANA with all seeds; DIANA with the slow plotted step with the first."""
+    problem, first = problems.ridge(seeds), seeds[:1]
+    both = (methods.diana(codec), methods.rand_diana(codec, problem))
+    tasks = [_task(figure, f"{m.name}, {setting}", m, problem, seeds) for m in both]
+    if plotted:
+        slow = methods.diana(codec, steps.diana_plotted, PLOTTED)
+        tasks.append(_task(figure, f"{slow.name}, {setting}", slow, problems.ridge(first), first))
+    return tasks
 
 
 def _logistic(seeds: Sequence[int], splits: Sequence[str]) -> list[Task]:

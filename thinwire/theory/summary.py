@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -109,8 +110,8 @@ def _row(figure: str, label: str, trace: Trace) -> dict[str, Any]:
 
 def _at_density(q: float, diana: float, rand: float, traces: dict[str, Trace]) -> str:
     ours = {m: traces[f"{m}, q = {q}"] for m in ("DIANA", "Rand-DIANA", PLOTTED)}
-    sent = {m: f"{bits(t, 'paper')[0] / 1e6:.0f}" for m, t in ours.items()}
-    taken = {m: f"{iterations(t)[0]:,.0f}" for m, t in ours.items()}
+    sent = {m: _range([b / 1e6 for b in bits(t, "paper")]) for m, t in ours.items()}
+    taken = {m: _range(iterations(t)) for m, t in ours.items()}
     return _wrapped(
         f"q = {q}, paper Mbit to 1e-18: the paper plots DIANA {diana:.0f}, Rand-DIANA {rand:.0f}. Here DIANA "
         f"{sent['DIANA']} ({taken['DIANA']} iterations), Rand-DIANA {sent['Rand-DIANA']} "
@@ -122,13 +123,20 @@ def _at_density(q: float, diana: float, rand: float, traces: dict[str, Trace]) -
 def _dithering(traces: dict[str, Trace]) -> str:
     best = {}
     for method in ("DIANA", "Rand-DIANA", PLOTTED):
-        sent = [(bits(t, "paper")[0] / 1e6, t.method.codec) for t in traces.values() if t.method.name == method]
+        found = [t for t in traces.values() if t.method.name == method]
+        sent = [(statistics.fmean(bits(t, "paper")) / 1e6, t.method.codec) for t in found]
         least, codec = min(sent, key=lambda pair: pair[0])
         best[method] = f"{method} {least:.1f} with {name_of(codec)}"
     return _wrapped(
         "Natural dithering, paper Mbit to 1e-18: the paper's best are DIANA 13 at s = 8 and Rand-DIANA 37 at s = 3. "
         f"Ours are {', '.join(best.values())}: Rand-DIANA's agrees, and the paper's DIANA lies between our two steps."
     )
+
+
+def _range(values: Sequence[float]) -> str:
+    """The least and the largest of the seeds'; one number where they are one."""
+    least, most = f"{min(values):,.0f}", f"{max(values):,.0f}"
+    return least if least == most else f"{least} to {most}"
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,0 +1,73 @@
+"""What oktopk.py compares, as data: how gradients are averaged.
+
+Sparse methods take the whole gradient as one unit, vectors too, as the Ok-Topk paper does; quantised ones leave vectors
+exact, as the preset `max` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.codecs import Quantize
+from thinwire.collectives import Collective, Dense, Gather, GTopk, OkTopk, TopkAllgather
+from thinwire.config.presets import PRESETS
+from thinwire.config.wire import Reduction, Wire
+from thinwire.memory import EF21, Diana, ErrorFeedback, Memory, Plain, RandDiana
+
+WHOLE = 1e6  # MB: everything is one unit
+TAU_PRIME = 32  # of the authors' code for VGG and the LSTM
+REFRESH = 0.05  # Rand-DIANA's probability
+
+
+@dataclass(frozen=True)
+class Method:
+    """name: of the row. collective, memory: of the compressed part. exact_dims: as of `Reduction`. warm: starts with
+    the task's exact steps."""
+
+    name: str
+    collective: Callable[[], Collective]
+    memory: Callable[[], Memory] = ErrorFeedback
+    exact_dims: int = 0
+    warm: bool = False
+
+    def reduction(self, warmup: int) -> Reduction:
+        """warmup: the task's exact steps, for a method that has them."""
+        return Reduction(
+            self.collective(), self.memory(), warmup=warmup if self.warm else 0, exact_dims=self.exact_dims,
+            unit_mb=WHOLE,
+        )  # fmt: skip
+
+
+def published(density: float) -> Callable[[], Collective]:
+    return lambda: OkTopk(density, tau=64, tau_prime=TAU_PRIME, thresholds="nudged")
+
+
+def four_bits() -> Collective:
+    """The gradient wire of the preset `max`."""
+    gradient: Any = Wire.of({"gradient": PRESETS["max"]["gradient"]}).gradient
+    return gradient.collective
+
+
+def stochastic() -> Collective:
+    return Gather(Quantize(4, rounding="stochastic"))
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("dense", Dense, Plain),
+        Method("Ok-Topk 1 %", published(0.01)),
+        Method("Ok-Topk 2 %", published(0.02)),
+        Method("4 bits", four_bits, exact_dims=1),
+        Method("gTopk 1 %", lambda: GTopk(0.01)),
+        Method("EF21 top 1 %", lambda: TopkAllgather(0.01), EF21),
+        Method("DIANA 4 bits", stochastic, Diana, exact_dims=1),
+        Method("Rand-DIANA 4 bits", stochastic, lambda: RandDiana(REFRESH), exact_dims=1),
+        Method("Ok-Topk 2 % warm", published(0.02), warm=True),
+        Method("Ok-Topk 1 % predicted", lambda: OkTopk(0.01, tau_prime=TAU_PRIME)),
+    )
+}
+CORE = ("dense", "Ok-Topk 1 %", "Ok-Topk 2 %", "4 bits")  # on which claims are made
+VARIANTS = ("Ok-Topk 2 % warm", "Ok-Topk 1 % predicted")

@@ -1,0 +1,266 @@
+"""One run of oktopk.py: all workers in one process, with one copy of the weights, which are equal on all of them.
+
+Every step computes each worker's gradient of its own batch, one after the other (on a card that is one CUDA graph).
+Then each worker's gradient goes through the library's channel and collective, with that worker's own residual, between
+members of an in-process group, as it would between processes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from oktopk_methods import METHODS
+from oktopk_tasks import Batch, Task
+from torch import Tensor, nn
+
+from thinwire.collectives import OkTopk
+from thinwire.collectives.groups import Metered
+from thinwire.collectives.in_process import InProcess, InProcessGroup
+from thinwire.collectives.oktopk import put
+from thinwire.collectives.sums import exact_mean
+from thinwire.config.wire import Reduction, warmup_steps
+from thinwire.data_parallel.gradient_units import Unit, make_units
+from thinwire.kernels import select
+from thinwire.memory import Plain
+from thinwire.memory.channel import Channel
+
+RAMP = 0.05  # of the steps the rate rises; a cosine then takes it to zero
+PROBES = 20  # measurements of counts and ξ over a run
+CURVE = 10  # of what is held out
+
+
+@dataclass(frozen=True)
+class Run:
+    """task, method: names. seed: of weights, order and augmentation. workers: that share a batch. epochs: the length of
+    the schedule. rate: times the task's learning rate."""
+
+    task: str
+    method: str
+    seed: int
+    workers: int
+    epochs: float
+    rate: float = 1.0
+
+    def key(self) -> tuple[Any, ...]:
+        return tuple(asdict(self).values())
+
+
+class Weights:
+    """A model whose parameters lie one after the other in one vector, vectors last."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        named = sorted(model.named_parameters(), key=lambda pair: pair[1].dim() <= 1)
+        self.shapes = {name: tuple(p.shape) for name, p in named}
+        self.parameters = [p for _, p in named]
+        self.flat = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
+        place = 0
+        for p in self.parameters:
+            p.data = self.flat.data[place : place + p.numel()].view(p.shape)
+            place += p.numel()
+
+
+class Gradients:
+    """float[workers, n]: every worker's gradient of its batch; `how` says whether a CUDA graph computes them."""
+
+    def __init__(self, task: Task, weights: Weights, workers: int, example: Batch) -> None:
+        self.task, self.weights, self.workers = task, weights, workers
+        self.flat = torch.zeros(workers, weights.flat.numel(), device=task.device)
+        self.losses = torch.zeros(workers, device=task.device)
+        self.how, self.graph = "eager", None
+        if task.is_static and task.device.type == "cuda":
+            self.batch = [torch.empty_like(part) for part in example]
+            self._take(example)
+            self.how = self._capture()
+
+    def __call__(self, batch: Batch) -> Tensor:
+        if self.graph is not None:
+            self._take(batch)
+            self.graph.replay()
+        else:
+            self.batch = batch
+            for worker in range(self.workers):
+                self._one(worker)
+        return self.flat
+
+    def _take(self, batch: Batch) -> None:
+        for ours, given in zip(self.batch, batch, strict=True):
+            ours.copy_(given)
+
+    def _one(self, worker: int) -> None:
+        """This worker's row."""
+        batch = [part[worker] for part in self.batch] if self.task.is_static else self.batch[worker]
+        with half(self.task):
+            loss = self.task.loss(self.weights.model, batch, worker)
+        parts = torch.autograd.grad(loss, self.weights.parameters)
+        torch.cat([part.reshape(-1) for part in parts], out=self.flat[worker])
+        self.losses[worker].copy_(loss.detach())
+
+    def _capture(self) -> str:
+        """Workers as branches of one graph, which the card may run at once."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                for worker in range(self.workers):
+                    self._one(worker)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph, branches = torch.cuda.CUDAGraph(), [torch.cuda.Stream() for _ in range(self.workers)]
+        with torch.cuda.graph(graph):
+            main = torch.cuda.current_stream()
+            for worker, branch in enumerate(branches):
+                branch.wait_stream(main)
+                with torch.cuda.stream(branch):
+                    self._one(worker)
+            for branch in branches:
+                main.wait_stream(branch)
+        self.graph = graph
+        return "graph"
+
+
+def half(task: Task) -> Any:
+    """bf16 where a layer allows it, on a card; weights are cast anew in every use, for a graph keeps no cast."""
+    on = task.is_static and task.device.type == "cuda"  # torch casts an LSTM to fp16, whose gradients would underflow
+    return torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if on else nullcontext()
+
+
+class Workers:
+    """The members that average gradients, each with its own channels.
+
+    size: how many. shapes: of the parameters, by name, in the order of the gradient. reduction: how. seed: the run's.
+    """
+
+    def __init__(self, size: int, shapes: dict[str, tuple[int, ...]], reduction: Reduction, seed: int) -> None:
+        self.group = InProcessGroup(size)
+        self.meters = [Metered(member) for member in self.group.members]
+        self.units, self.warmup, self.steps = make_units(shapes, reduction), warmup_steps("gradient", reduction), 0
+        self.channels = [
+            {unit: Channel(reduction.collective, Plain() if unit.exact else reduction.memory, seed=seed, name=unit.name,
+                           measure_every=0) for unit in self.units}
+            for _ in range(size)
+        ]  # fmt: skip
+
+    def average(self, gradients: Tensor) -> list[Tensor]:
+        """Every member's mean of the rows; equal on all members."""
+
+        def work(member: InProcess) -> Tensor:
+            parts, place = [], 0
+            for unit in self.units:
+                x = gradients[member.rank, place : place + unit.numel]
+                parts.append(self._mean(member.rank, unit, x))
+                place += unit.numel
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        means = self.group.run(work)
+        self.steps += 1
+        return means
+
+    def _mean(self, rank: int, unit: Unit, x: Tensor) -> Tensor:
+        if unit.exact or self.steps < self.warmup:
+            return exact_mean(x, self.meters[rank])
+        channel = self.channels[rank][unit]
+        channel.begin(self.steps)
+        mean = channel.reduce(unit.name, x, self.meters[rank])
+        channel.commit()
+        return mean
+
+    def residual(self, rank: int) -> Tensor | None:
+        """Of the compressed part, before the next step."""
+        return self.channels[rank][self.units[0]].state.read("e", self.units[0].name)
+
+    def selected(self) -> list[list[int]]:
+        """Per member: entries it selected, entries that passed; of the last step."""
+        states = [channels[self.units[0]].collective_state for channels in self.channels]
+        return [state[self.units[0].name]["selected"].tolist() for state in states]
+
+
+def xi_of(workers: Workers, gradients: Tensor) -> Any:
+    """What `noted` needs of a step before it: the mean accumulated gradient and the mean gradient."""
+    kept = [workers.residual(rank) for rank in range(len(gradients))]
+    acc = torch.stack([g if e is None else g + e for g, e in zip(gradients, kept)]).mean(0)
+    return acc, gradients.mean(0)
+
+
+def noted(before: Any, mean: Tensor, workers: Workers, step: int) -> dict[str, Any]:
+    """Counts and both ξ of a step: by the norm of the mean accumulated gradient, and of the mean gradient (Assumption
+    1)."""
+    acc, gradient = before
+    counts = workers.selected()
+    best = put(acc.numel(), *select.top(acc, counts[0][1]))
+    missed = torch.linalg.vector_norm(best - mean)
+    local = [pair[0] for pair in counts]
+    return {
+        "step": step, "local": sum(local) / len(local), "local_most": max(local), "passed": counts[0][1],
+        "xi_acc": float(missed / torch.linalg.vector_norm(acc)),
+        "xi": float(missed / torch.linalg.vector_norm(gradient)),
+    }  # fmt: skip
+
+
+def clipped(mean: Tensor, most: float) -> Tensor:
+    """The mean gradient, of norm `most` at most; 0: any."""
+    return mean * (most / torch.linalg.vector_norm(mean).clamp(min=1e-12)).clamp(max=1) if most else mean
+
+
+def rate_at(step: int, steps: int) -> float:
+    ramp = max(1, round(RAMP * steps))
+    return (step + 1) / ramp if step < ramp else (1 + math.cos(math.pi * (step - ramp) / max(1, steps - ramp))) / 2
+
+
+def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
+    """The run's row. most: end after so many steps of the schedule (0: not), to measure its speed."""
+    torch.manual_seed(run.seed)
+    weights = Weights(task.build().to(task.device))
+    reduction, steps = METHODS[run.method].reduction(task.warmup), task.steps(run.epochs)
+    workers = Workers(run.workers, weights.shapes, reduction, run.seed)
+    optimiser = task.optimiser_of(weights.flat, run.rate * task.rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_at(step, steps))
+    batches = task.batches(run.seed, run.workers, steps)
+    began, gradients = time.monotonic(), None
+    curve, probes, done = [], [], 0
+    for step, batch in enumerate(batches):
+        if gradients is None:
+            kept = [b.clone() for b in weights.model.buffers()]
+            gradients = Gradients(task, weights, run.workers, batch)
+            for buffer, first in zip(weights.model.buffers(), kept):  # capturing has moved running means
+                buffer.copy_(first)
+            began = time.monotonic()
+        rows = gradients(batch)
+        probed = (
+            isinstance(reduction.collective, OkTopk) and step >= workers.warmup and step % max(1, steps // PROBES) == 0
+        )
+        before = xi_of(workers, rows) if probed else None
+        with torch.no_grad():
+            means = workers.average(rows)
+            if probed:
+                probes.append(noted(before, means[0], workers, step))
+            weights.flat.grad = clipped(means[0], task.clip)
+        optimiser.step()
+        schedule.step()
+        done = step + 1
+        if done == most:
+            break
+        if done % max(1, steps // CURVE) == 0 or done == steps:
+            curve.append({"step": done, **measured(task, weights), "train": float(gradients.losses.mean())})
+            if not math.isfinite(curve[-1]["loss"]):
+                break
+    sent = [meter.sent / done for meter in workers.meters]
+    agree = all(torch.equal(means[0], mean) for mean in means[1:])
+    return {
+        **asdict(run), **(curve[-1] if curve else {}), "steps": done, "seconds": time.monotonic() - began,
+        "n": weights.flat.numel(), "bytes": sum(sent) / len(sent), "busiest": max(sent) * len(sent) / sum(sent),
+        "agree": agree, "how": gradients.how if gradients else "", "curve": curve, "probes": probes,
+        "torch": torch.__version__.split("+")[0], "device": torch.cuda.get_device_name() if task.device.type == "cuda"
+        else "cpu",
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def measured(task: Task, weights: Weights) -> dict[str, float]:
+    with half(task):
+        return task.measure(weights.model)

@@ -1,0 +1,77 @@
+"""benchmarks/papers/oktopk.py: a tiny run in this process, that it goes on where it stopped, and its table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "papers"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import oktopk
+
+    def call(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["oktopk.py", *arguments])
+        oktopk.main()
+
+    return call
+
+
+def test_quick_run_goes_on_and_reports(bench, tmp_path, capsys):
+    tiny = ("--out", str(tmp_path), "--quick", "--parallel", "0", "--cpu", "--tasks", "llama")
+    bench(*tiny, "--methods", "dense,Ok-Topk 1 %,4 bits")
+    file = tmp_path / "runs-cpu.jsonl"
+    lines = file.read_text().splitlines()
+    rows = {(row["method"], row["seed"]): row for row in map(json.loads, lines)}
+    assert len(lines) == len(rows) == 6 and all(row["agree"] for row in rows.values())
+    n = rows["dense", 0]["n"]
+    assert rows["dense", 0]["bytes"] == pytest.approx(2 * 4 * n * 3 / 4, rel=0.01)  # as a ring of four sends
+    assert rows["4 bits", 0]["bytes"] < rows["dense", 0]["bytes"] / 7
+    assert rows["dense", 0]["loss"] < rows["4 bits", 0]["loss"] < rows["Ok-Topk 1 %", 0]["loss"] < 4.1  # log 64 = 4.16
+    probes = rows["Ok-Topk 1 %", 0]["probes"]
+    assert len(probes) >= 20 and probes[0]["passed"] == pytest.approx(0.01 * n, rel=0.1) and probes[-1]["xi"] > 0
+    file.write_text("\n".join([*lines[:-1], lines[-1][:40]]) + "\n")  # the last line was cut off
+    capsys.readouterr()
+    bench(*tiny, "--methods", "dense,Ok-Topk 1 %,4 bits")
+    assert "1 runs to do" in capsys.readouterr().out
+    again = json.loads(file.read_text().splitlines()[-1])
+    assert again["loss"] == json.loads(lines[-1])["loss"]  # a run repeats to the bit
+
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- oktopk.py writes from here -->\nold\n<!-- to here -->\nafter\n")
+    bench("--out", str(tmp_path), "--table", "--docs", str(page), "--figure", str(tmp_path / "length.png"))
+    table = capsys.readouterr().out
+    assert "| Ok-Topk 1 % | 2 |" in table and " ± " in table and "| llama, Ok-Topk 1 %, 78 |" in table
+    assert (
+        page.read_text().startswith("before\n") and table.strip() in page.read_text() and "old" not in page.read_text()
+    )
+    assert (tmp_path / "length.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("task", ["vgg", "an4"])
+def test_rows_of_gradients_are_the_workers_own(bench, task):
+    """Row w is the gradient of worker w's batch alone, in the order of the flat weights."""
+    from oktopk_data import made_up
+    from oktopk_tasks import TASKS
+    from oktopk_train import Gradients, Weights
+
+    torch.manual_seed(0)
+    made = TASKS[task](made_up(task), torch.device("cpu"), True)
+    weights = Weights(made.build())
+    batch = next(made.batches(0, 4, 1))
+    rows = Gradients(made, weights, 4, batch)(batch)
+    for worker in (0, 3):
+        own = [part[worker] for part in batch] if made.is_static else batch[worker]
+        weights.model.zero_grad()
+        made.loss(weights.model, own, worker).backward()
+        named = dict(weights.model.named_parameters())
+        expected = torch.cat([named[name].grad.reshape(-1) for name in weights.shapes])
+        assert torch.equal(rows[worker], expected)
+        assert torch.equal(weights.flat.data, torch.cat([named[name].data.reshape(-1) for name in weights.shapes]))

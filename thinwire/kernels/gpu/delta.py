@@ -127,11 +127,16 @@ def encode_delta(x, h, out, bits, block, gate, mode, seed, wire=None, finite=Non
 @functools.lru_cache(maxsize=1024)
 def _encode_plan(n, bits, block, dtype, gate, mode):
     """(bytes of the message, of its codes, of what precedes the gate, programs, tiling)."""
-    registers = 64 if mode == codes_layout.NEAREST else None
-    tiled = tiling(block, WIDTH, tile=2048, registers=registers, least_rows=GATE_ROWS)
+    tiled = encode_tiling(block, mode)
     end = codes_layout.quantized_bytes(n, bits, block, dtype)
     programs = programs_for(n, bits, block, tiled["SHAPE"])
     return layout.delta_bytes(n, bits, block, dtype, gate), codes_layout.codes_bytes(n, bits), end, programs, tiled
+
+
+def encode_tiling(block, mode):
+    """Segments of a bfloat16 mirror's line, and whole bytes of the gate."""
+    registers = 64 if mode == codes_layout.NEAREST else None
+    return tiling(block, WIDTH, tile=2048, registers=registers, least_rows=GATE_ROWS)
 
 
 def decode_delta(wire, h, out, bits, block, dtype, gate, y=None):

@@ -70,7 +70,8 @@ def _run(kernel, programs, args, constants, warps, registers):
     if found is not None and found[1] is not None:
         _, compiled, order = found
         stream = driver.active.get_current_stream(device)
-        compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *order)
+        known = compiled.function, compiled.packed_metadata, None, None, None  # no hooks
+        compiled.run(programs, 1, 1, stream, *known, *values, *order)
         return
     if found is None and new_kernels == "refuse":
         raise RuntimeError(f"kernel {kernel.__name__} is loaded in a step: it was not called before the first one")

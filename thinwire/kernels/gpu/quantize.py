@@ -58,7 +58,7 @@ def quantize_tile(
     x, start, limit, half, k0, k1,
     QMAX: tl.constexpr, MODE: tl.constexpr, TABLE: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x: float32 tile → (signed codes, lifted; scale codes; scales). A block with NaN or Inf: anything, NONFINITE, NaN."""
+    """x: float32 tile → (signed codes, lifted; scale codes; scales). A block with NaN or Inf: any, NONFINITE, NaN."""
     top = tiles.row_top(x)
     if MODE == LEAST_SQUARES:
         roomy = float_of(top) <= half  # false for NaN
@@ -200,7 +200,7 @@ def encode_arguments(bits, dtype, mode, seed):
 def _fixed_arguments(bits, dtype, mode):
     fmax = torch.finfo(dtype).max
     steps = layout.qmax(bits) + (mode == layout.FULL)
-    table = candidates(bits) if mode == layout.LEAST_SQUARES else ()
+    table = candidates(bits) if mode == layout.LEAST_SQUARES else 0
     return (scale_limit(steps, fmax), fmax / 2), {"BITS": bits, "MODE": mode, "TABLE": table}
 
 

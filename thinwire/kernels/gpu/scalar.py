@@ -68,7 +68,7 @@ def hash32_near(start, offset, k0, k1):
 
 @triton.jit
 def hash_sum(sums, k1):
-    """hash32 of start + offset, of golden(offset) + hash_start(start, k0): offsets that are sums cost no product each."""
+    """hash32 of start + offset, of golden(offset) + hash_start(start, k0): an offset that is a sum costs no product."""
     return _mixed(sums, k1)
 
 

@@ -103,7 +103,13 @@ def _encode_plan(n, block, dtype):
     """(bytes of the message, of its bits, largest scale code, programs, tiling)."""
     tiled = encode_tiling(block, dtype.itemsize)
     limit = scale_limit(1, torch.finfo(dtype).max)
-    return layout.sign_bytes(n, block, dtype), codes_bytes(n, 1), limit, programs_for(n, 1, block, tiled["SHAPE"]), tiled
+    return (
+        layout.sign_bytes(n, block, dtype),
+        codes_bytes(n, 1),
+        limit,
+        programs_for(n, 1, block, tiled["SHAPE"]),
+        tiled,
+    )
 
 
 def encode_tiling(block, itemsize):

@@ -13,7 +13,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thinwire.kernels.gpu.scalar import INTERPRETED, MAGNITUDE, bits_of, golden, hash32, hash_start, hash_sum, multiply_add, narrow, reciprocal, widen
+from thinwire.kernels.gpu.scalar import (
+    INTERPRETED,
+    MAGNITUDE,
+    bits_of,
+    golden,
+    hash32,
+    hash_start,
+    hash_sum,
+    multiply_add,
+    narrow,
+    reciprocal,
+    widen,
+)
 
 
 @triton.jit
@@ -102,7 +114,7 @@ def row_sum(x):
 def quotient(x, top, WIDE: tl.constexpr):
     """x / top[ROWS] with |x| ≤ top, rounded as a division is, at least where it is above 2⁻³⁰. One division per block.
 
-    Multiplied by 1/top, x is off by less than two units in the last place; each remainder, times 1/top, corrects it, and
+    Multiplied by 1/top, x is off by less than two units in the last place; each remainder times 1/top corrects it, and
     the second correction is rounded from the true quotient (Markstein). Of numbers with 11 bits the first is: their
     quotients keep 2⁻³⁶ away from where rounding changes. WIDE: they have more. lift keeps all within float32's range.
     """

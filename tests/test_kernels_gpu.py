@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -241,9 +242,11 @@ class Traced:
         def compile_(*args, **named):
             self.compiled += 1
             number = self.compiled
-            return type(
-                "Compiled", (), {"__getitem__": lambda _, at: lambda *a: self.calls.append((number, at, a[1:]))}
-            )()
+
+            def call(*given):
+                self.calls.append((number, given[:3], given[3], given[10:]))  # what lies between is Triton's
+
+            return SimpleNamespace(run=call, function=None, packed_metadata=None)
 
         return compile_
 
@@ -255,24 +258,29 @@ class Held:
         self.get_device = lambda: card
 
 
-def test_a_handle_is_used_again_for_its_own_kind_only():
+def test_a_handle_is_used_again_for_its_own_kind_only(monkeypatch):
     """Every change of kernel, card, options, constants or arguments compiles; then each calls its own, constants in the
     kernel's order."""
-    run, cards = importlib.import_module("thinwire.kernels.gpu.launch")._run, [Held(0), Held(1)]
+    launch, cards = importlib.import_module("thinwire.kernels.gpu.launch"), [Held(0), Held(1)]
+    streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda card: 70 + card))
+    monkeypatch.setattr(launch, "driver", streams)
     kernel, other = Traced(), Traced()
-    usual, sizes = {"num_warps": 4, "maxnreg": None}, {"TALL": 8, "WIDE": 7}
+    sizes = {"TALL": 8, "WIDE": 7}
     ways = [
-        (kernel, 3, (cards[0], 5), sizes, usual), (kernel, 3, (cards[1], 5), sizes, usual),
-        (kernel, 3, (cards[0], 1 << 31), sizes, usual), (kernel, 3, (cards[0], 5), {**sizes, "TALL": 9}, usual),
-        (kernel, 3, (cards[0], 5), sizes, {**usual, "num_warps": 8}),
-        (kernel, 3, (cards[0], 5), sizes, {**usual, "maxnreg": 32}), (other, 3, (cards[0], 5), sizes, usual),
+        (kernel, 3, (cards[0], 5), sizes, 4, None), (kernel, 3, (cards[1], 5), sizes, 4, None),
+        (kernel, 3, (cards[0], 1 << 31), sizes, 4, None), (kernel, 3, (cards[0], 5), {**sizes, "TALL": 9}, 4, None),
+        (kernel, 3, (cards[0], 5), sizes, 8, None), (kernel, 3, (cards[0], 5), sizes, 4, 32),
+        (other, 3, (cards[0], 5), sizes, 4, None),
     ]  # fmt: skip
     for _ in range(2):
         for way in ways:
-            run(*way)
+            launch._run(*way)
     assert (kernel.compiled, other.compiled) == (6, 1)
-    expected = [(i + 1, (3, 1, 1), (a[1], c["WIDE"], c["TALL"])) for i, (_, _, a, c, _) in enumerate(ways[:6])]
-    assert kernel.calls == expected and other.calls == [(1, (3, 1, 1), (5, 7, 8))]
+    streams = [70, 71, 70, 70, 70, 70]
+    expected = [
+        (i + 1, (3, 1, 1), streams[i], (a[1], c["WIDE"], c["TALL"])) for i, (_, _, a, c, *_) in enumerate(ways[:6])
+    ]
+    assert kernel.calls == expected and other.calls == [(1, (3, 1, 1), 70, (5, 7, 8))]
 
 
 def test_cpu_tensors_without_the_interpreter_get_a_clear_error():

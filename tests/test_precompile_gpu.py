@@ -100,12 +100,12 @@ def test_no_kernel_is_compiled_for_the_value_of_an_integer(like, monkeypatch):
     """Else one would be new when a size or a random key has another divisor."""
     seen = []
 
-    def record(kernel, programs, args, constants, options):
+    def record(kernel, programs, args, constants, *options):
         names = kernel.arg_names[: len(args)]
         ints = {name for name, x in zip(names, args) if isinstance(x, int)}
         seen.append(kernel.__name__)
         assert ints <= set(kernel.kwargs.get("do_not_specialize", ())), kernel.__name__
-        return run_it(kernel, programs, args, constants, options)
+        return run_it(kernel, programs, args, constants, *options)
 
     run_it = launch._run
     monkeypatch.setattr(launch, "_run", record)

@@ -36,6 +36,10 @@ class Blockwise(Codec):
     def span(self) -> int:
         return self.block
 
+    def _finite(self, wire: Tensor, x: Tensor, bits: int) -> Tensor:
+        """0-d bool: does the message of x carry no mark of a block that is not finite?"""
+        return kernel.is_finite(wire, x.numel(), bits, -(-x.numel() // self.block), x.dtype)
+
 
 @dataclass(frozen=True)
 class Quantize(Blockwise):
@@ -72,8 +76,9 @@ class Quantize(Blockwise):
 
     def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         flat = _flat(x)
-        wire = kernel.quantize(flat, self.bits, self.block, **self._mode, seed=seed, out=into)
-        return wire, kernel.is_finite(wire, x.numel(), self.bits, -(-x.numel() // self.block), flat.dtype)
+        flag = kernel.flag_for(flat)
+        wire = kernel.quantize(flat, self.bits, self.block, **self._mode, seed=seed, out=into, finite=flag)
+        return wire, self._finite(wire, flat, self.bits) if flag is None else flag
 
     def encode_onto_flagged(
         self, x: Tensor, h: Tensor, seed: int = 0, gate: bool = False, out: Tensor | None = None,
@@ -82,6 +87,7 @@ class Quantize(Blockwise):
         target = h if out is None else out
         place = target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
         flat = _flat(x)
+        flag = kernel.flag_for(flat)
         wire = delta_kernel.encode_delta(
             flat,
             _flat(h),
@@ -92,10 +98,11 @@ class Quantize(Blockwise):
             seed=seed,
             **self._mode,
             wire=into,
+            finite=flag,
         )
         if not target.is_contiguous():
             target.copy_(place.view(target.shape))
-        return wire, kernel.is_finite(wire, x.numel(), self.bits, -(-x.numel() // self.block), flat.dtype)
+        return wire, self._finite(wire, flat, self.bits) if flag is None else flag
 
     def decode_onto(
         self, wire: Tensor, h: Tensor, dtype: torch.dtype | None = None, seed: int = 0, gate: bool = False,
@@ -143,8 +150,12 @@ class ScaledSign(Blockwise):
 
     block: int = 128
 
-    def _encode(self, x: Tensor, seed: int) -> Tensor:
-        return sign_kernel.encode_sign(x.view(-1), self.block)
+    def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        flat = _flat(x)
+        flag = kernel.flag_for(flat)
+        wire = sign_kernel.encode_sign(flat, self.block, finite=flag)
+        finite = self._finite(wire, flat, 1) if flag is None else flag
+        return (wire if into is None else into.copy_(wire)), finite
 
     def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
         return sign_kernel.decode_sign(wire, math.prod(shape), self.block, dtype)

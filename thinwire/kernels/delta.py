@@ -15,7 +15,7 @@ from torch import Tensor
 from thinwire.kernels import bits as bitpack
 from thinwire.kernels import quantize as q
 from thinwire.kernels import random
-from thinwire.kernels.dispatch import choose, load
+from thinwire.kernels.dispatch import choose, choose_for, load
 
 
 def gate_bytes(n: int, block: int) -> int:
@@ -30,16 +30,18 @@ def delta_bytes(n: int, bits: int, block: int, dtype: torch.dtype, gate: bool) -
 
 def encode_delta(
     x: Tensor, h: Tensor, out: Tensor, bits: int, block: int, *, gate: bool, stochastic: bool = False,
-    mse: bool = False, full: bool = False, seed: int = 0, wire: Tensor | None = None, impl: str | None = None,
+    mse: bool = False, full: bool = False, seed: int = 0, wire: Tensor | None = None,
+    finite: Tensor | None = None, impl: str | None = None,
 ) -> Tensor:  # fmt: skip
     """x, h: float[n] → message uint8[delta_bytes]; `out` (float[n], may be h) receives the new mirror.
 
-    `wire`, from an address that is a multiple of four, receives the message: on CUDA without an allocation.
+    `wire`, from an address that is a multiple of four, receives the message: on CUDA without an allocation. `finite`:
+    as `quantize` takes it.
     """
     impl = choose(x, impl)
     mode = q.mode_of(stochastic, mse, full)
     if impl == "gpu":
-        return load(impl, "delta").encode_delta(x, h, out, bits, block, gate, mode, seed, wire)
+        return load(impl, "delta").encode_delta(x, h, out, bits, block, gate, mode, seed, wire, finite)
     if wire is not None:
         how = q.Mode(stochastic=stochastic, mse=mse, full=full)
         return wire.copy_(encode_delta(x, h, out, bits, block, gate=gate, **how, seed=seed, impl=impl))
@@ -63,7 +65,7 @@ def decode_delta(
     y: Tensor | None = None, impl: str | None = None,
 ) -> Tensor:  # fmt: skip
     """The twin: message and h: float[n] → y in `dtype` [n], in `y` if given; `out` (may be h): the new mirror."""
-    impl = choose(torch.empty(0, dtype=dtype, device=wire.device), impl)
+    impl = choose_for(wire.device, dtype, impl)
     if impl == "gpu":
         return load(impl, "delta").decode_delta(wire, h, out, bits, block, dtype, gate, y)
     if y is not None:

@@ -6,6 +6,7 @@ Every op in this room has three versions under one name: the plain-torch referen
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 
@@ -22,15 +23,21 @@ def choose(x: Tensor, impl: str | None = None) -> str:
 
     float64 is the theory bench's type, not a training type: it always takes the reference.
     """
+    return choose_for(x.device, x.dtype, impl)
+
+
+def choose_for(device: torch.device, dtype: torch.dtype, impl: str | None = None) -> str:
+    """`choose` for tensors of that device and dtype."""
     if impl is not None:
         if impl not in IMPLEMENTATIONS:
             raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, not {impl!r}")
         return impl
-    if x.is_floating_point() and x.dtype not in FAST_DTYPES:
+    if dtype.is_floating_point and dtype not in FAST_DTYPES:
         return "reference"
-    return BY_DEVICE.get(x.device.type, "reference")
+    return BY_DEVICE.get(device.type, "reference")
 
 
+@functools.cache
 def load(impl: str, op: str) -> ModuleType:
     """The module `kernels/cpu/<op>.py` or `kernels/gpu/<op>.py`, imported on first use (Triton may be absent)."""
     return importlib.import_module(f"thinwire.kernels.{impl}.{op}")

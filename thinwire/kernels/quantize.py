@@ -22,7 +22,7 @@ from torch import Tensor
 
 from thinwire.kernels import bits as bitpack
 from thinwire.kernels import random, scales
-from thinwire.kernels.dispatch import choose, load
+from thinwire.kernels.dispatch import choose, choose_for, load
 
 SHRINKS = 16  # candidates c = 1, 0.95, … 0.25 for the least-squares scale
 GRID = 1 << 14  # resolution at which candidates are compared
@@ -66,17 +66,18 @@ def quantized_bytes(n: int, bits: int, block: int, dtype: torch.dtype) -> int:
 
 def quantize(
     x: Tensor, bits: int, block: int, *, stochastic: bool = False, mse: bool = False, full: bool = False, seed: int = 0,
-    out: Tensor | None = None, impl: str | None = None,
+    out: Tensor | None = None, finite: Tensor | None = None, impl: str | None = None,
 ) -> Tensor:  # fmt: skip
     """x: float[n], contiguous → uint8[quantized_bytes]. A block with NaN or Inf carries scales.NONFINITE.
 
     At most one of stochastic, mse and full.
 
-    `out`, from an address that is a multiple of four, receives the message: on CUDA without an allocation.
+    `out`, from an address that is a multiple of four, receives the message: on CUDA without an allocation. `finite`: of
+    `flag_for`, false after the kernel where a block is not finite.
     """
     impl = choose(x, impl)
     if impl == "gpu":
-        return load(impl, "quantize").quantize(x, bits, block, mode_of(stochastic, mse, full), seed, out)
+        return load(impl, "quantize").quantize(x, bits, block, mode_of(stochastic, mse, full), seed, out, finite)
     if out is not None:
         return out.copy_(quantize(x, bits, block, stochastic=stochastic, mse=mse, full=full, seed=seed, impl=impl))
     if impl != "reference":
@@ -93,7 +94,7 @@ def dequantize(
     out: Tensor | None = None, impl: str | None = None,
 ) -> Tensor:  # fmt: skip
     """The n values of a message in `dtype`, in `out` if given; with `onto` (float[n]) they are added to it instead."""
-    impl = choose(torch.empty(0, dtype=dtype, device=wire.device), impl)
+    impl = choose_for(wire.device, dtype, impl)
     if impl == "gpu":
         return load(impl, "quantize").dequantize(wire, n, bits, block, dtype, onto, out)
     if out is not None and onto is None:
@@ -105,6 +106,11 @@ def dequantize(
     if onto is None:
         return values.to(dtype)
     return onto.copy_((onto.to(values.dtype) + values).to(onto.dtype))
+
+
+def flag_for(x: Tensor) -> Tensor | None:
+    """0-d bool that is true, for kernels on a card to make false where x is not finite; elsewhere None."""
+    return load("gpu", "scratch").true_flag(x) if choose(x) == "gpu" else None
 
 
 def is_finite(wire: Tensor, n: int, bits: int, blocks: int, dtype: torch.dtype) -> Tensor:

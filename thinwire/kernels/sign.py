@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinwire.kernels import bits as bitpack
 from thinwire.kernels import scales
-from thinwire.kernels.dispatch import choose, load
+from thinwire.kernels.dispatch import choose, choose_for, load
 from thinwire.kernels.quantize import arithmetic, as_blocks, codes_bytes, scale_bytes, scale_values
 
 GRID = 1 << 20
@@ -21,9 +21,12 @@ def sign_bytes(n: int, block: int, dtype: torch.dtype) -> int:
     return codes_bytes(n, 1) + -(-n // block) * scale_bytes(dtype)
 
 
-def encode_sign(x: Tensor, block: int, impl: str | None = None) -> Tensor:
-    """x: float[n] → uint8[sign_bytes]: the sign bits, padded to an even length, then the 16-bit scales."""
+def encode_sign(x: Tensor, block: int, impl: str | None = None, finite: Tensor | None = None) -> Tensor:
+    """x: float[n] → uint8[sign_bytes]: the sign bits, padded to an even length, then the 16-bit scales. `finite`: as
+    `quantize` takes it."""
     impl = choose(x, impl)
+    if impl == "gpu":
+        return load(impl, "sign").encode_sign(x, block, finite)
     if impl != "reference":
         return load(impl, "sign").encode_sign(x, block)
     blocks = as_blocks(x.to(arithmetic(x.dtype)), block)
@@ -47,7 +50,7 @@ def encode_sign(x: Tensor, block: int, impl: str | None = None) -> Tensor:
 
 def decode_sign(wire: Tensor, n: int, block: int, dtype: torch.dtype, impl: str | None = None) -> Tensor:
     """The n values of a message, in `dtype`."""
-    impl = choose(torch.empty(0, dtype=dtype, device=wire.device), impl)
+    impl = choose_for(wire.device, dtype, impl)
     if impl != "reference":
         return load(impl, "sign").decode_sign(wire, n, block, dtype)
     negative = bitpack.unpack(wire[: bitpack.packed_bytes(n, 1)], n, 1, "reference")

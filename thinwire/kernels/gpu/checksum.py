@@ -8,10 +8,12 @@ import triton.language as tl
 
 from thinwire.kernels import checksum as layout
 from thinwire.kernels.gpu.launch import launch, signed
-from thinwire.kernels.gpu.scalar import hash32
+from thinwire.kernels.gpu.scalar import hash32_near
+from thinwire.kernels.gpu.scratch import zero_counters
 from thinwire.kernels.random import split
 
-WORDS = 8192  # 32-bit words a program sums
+WORDS, WARPS = 8192, 8  # 32-bit words a program sums
+KEYS = tuple(map(signed, split(layout.SEED)))
 PRIME = tl.constexpr(layout.PRIME)
 
 
@@ -31,11 +33,33 @@ def words_of(data, first, size, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def residue(words, first, k0, k1, WORDS: tl.constexpr):
-    """Their weighted sum modulo the prime, words from word `first` on."""
-    h = hash32(first + tl.arange(0, WORDS), k0, k1).to(tl.uint64)
-    product = words.to(tl.uint64) * (1 + tl.where(h >= PRIME - 1, h - (PRIME - 1), h))
+    """Their weighted sum modulo the prime, words from word `first` on, a multiple of WORDS."""
+    h = hash32_near(first, tl.arange(0, WORDS), k0, k1)
+    weight = h + tl.where(h >= PRIME - 1, 7, 1).to(tl.uint32)  # 2³² − (p − 1) = 6: as 32 bits that is 1 + h mod (p − 1)
+    product = words.to(tl.uint64) * weight.to(tl.uint64)
     low, high = tl.sum(product & 0xFFFFFFFF), tl.sum(product >> 32)
     return (high * 5 + low) % PRIME  # 2³² ≡ 5; both sums are below 2⁴⁵
+
+
+@triton.jit
+def added(state, part, size, programs):
+    """(the checksum, is this program the last): state is (sum, programs that have added), zeros before and after."""
+    tl.atomic_add(state, part.to(tl.int64), sem="relaxed")
+    last = tl.atomic_add(state + 1, 1) == programs - 1
+    total = tl.atomic_add(state, 0, sem="relaxed").to(tl.uint64)
+    if last:
+        tl.store(state + tl.arange(0, 2), tl.zeros([2], tl.int64))
+    return (total + size.to(tl.uint64)) % PRIME, last
+
+
+@triton.jit(do_not_specialize=["size", "programs", "k0", "k1"])
+def _checksum(data, state, out, size, programs, k0, k1, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
+    """out[0]: the checksum of `size` bytes."""
+    first = tl.program_id(0).to(tl.int64) * WORDS
+    words = words_of(data, first, size, WORDS, ALIGNED)
+    total, last = added(state, residue(words, first, k0, k1, WORDS), size, programs)
+    if last:
+        tl.store(out, total.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["size", "programs", "k0", "k1"])
@@ -53,13 +77,17 @@ def row_sums(rows):
     count, size = rows.shape
     totals = torch.zeros(count, dtype=torch.int64, device=rows.device)
     programs = triton.cdiv(size, 4 * WORDS)
-    keys = map(signed, split(layout.SEED))
     aligned = rows.data_ptr() % 4 == 0 and (size % 4 == 0 or count == 1)
-    arguments = rows, totals, size, programs, *keys
-    launch(_weighted_sum, count * programs, *arguments, WORDS=WORDS, ALIGNED=aligned, warps=8)
+    arguments = rows, totals, size, programs, *KEYS
+    launch(_weighted_sum, count * programs, *arguments, WORDS=WORDS, ALIGNED=aligned, warps=WARPS)
     return totals
 
 
-def weighted_sum(data):
-    """What kernels/checksum.py calls by this name, by Triton."""
-    return row_sums(data.reshape(1, -1))[0]
+def checksum(data):
+    """`checksum` of kernels/checksum.py, by one kernel: its last program has the sum."""
+    data, size = data.contiguous(), data.numel()
+    out = torch.empty((), dtype=torch.int64, device=data.device)
+    programs = max(triton.cdiv(size, 4 * WORDS), 1)
+    arguments = data, zero_counters(data), out, size, programs, *KEYS
+    launch(_checksum, programs, *arguments, WORDS=WORDS, ALIGNED=data.data_ptr() % 4 == 0, warps=WARPS)
+    return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from thinwire.kernels.gpu.quantize import (
     write_codes,
 )
 from thinwire.kernels.gpu.scalar import INFINITY_BITS, as_float
+from thinwire.kernels.gpu.scratch import true_flag
 
 WIDTH = 64  # values in a segment: a line of a bfloat16 mirror
 GATE_ROWS = 8  # a tile has at least as many blocks as a byte of the gate bitmap
@@ -43,7 +46,7 @@ def _read_gate(gate, tile, blocks, ROWS: tl.constexpr):
 
 @triton.jit
 def _encode_tile(
-    x, h, out, wire, tile, start, n, cut, end, limit, half, k0, k1,
+    x, h, out, wire, finite, tile, start, n, cut, end, limit, half, k0, k1,
     GATE: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, TABLE: tl.constexpr,
     SHAPE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
@@ -59,12 +62,12 @@ def _encode_tile(
         _write_gate(wire + end, phi, tile, tl.cdiv(n, BLOCK), SHAPE[1])
     q, code, scale = quantize_tile(u, start, limit, half, k0, k1, QMAX, MODE, TABLE, SHAPE, BLOCK)
     tiles.write(out, base + as_float(q) * tiles.row(scale), start, n, SHAPE, BLOCK, FULL)
-    write_codes(q, code, wire, tile, start, n, cut, BITS, SHAPE, BLOCK, FULL)
+    write_codes(q, code, wire, finite, tile, start, n, cut, BITS, SHAPE, BLOCK, FULL)
 
 
 @triton.jit(do_not_specialize=["n", "cut", "end", "limit", "k0", "k1"])
 def _encode(
-    x, h, out, wire, n, cut, end, limit, half, k0, k1,
+    x, h, out, wire, finite, n, cut, end, limit, half, k0, k1,
     GATE: tl.constexpr, BITS: tl.constexpr, MODE: tl.constexpr, TABLE: tl.constexpr,
     SHAPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -72,12 +75,12 @@ def _encode(
     start = tile * (SHAPE[1] * BLOCK)
     if tiles.is_full(start, n, SHAPE, BLOCK):
         _encode_tile(
-            x, h, out, wire, tile, start, n, cut, end, limit, half, k0, k1,
+            x, h, out, wire, finite, tile, start, n, cut, end, limit, half, k0, k1,
             GATE, BITS, MODE, TABLE, SHAPE, BLOCK, True,
         )  # fmt: skip
     else:
         _encode_tile(
-            x, h, out, wire, tile, start, n, cut, end, limit, half, k0, k1,
+            x, h, out, wire, finite, tile, start, n, cut, end, limit, half, k0, k1,
             GATE, BITS, MODE, TABLE, SHAPE, BLOCK, False,
         )  # fmt: skip
 
@@ -109,27 +112,46 @@ def _decode(
         _decode_tile(wire, h, out, y, tile, start, n, cut, end, GATE, BITS, ALIGNED, SHAPE, BLOCK, False)
 
 
-def encode_delta(x, h, out, bits, block, gate, mode, seed, wire=None):
+def encode_delta(x, h, out, bits, block, gate, mode, seed, wire=None, finite=None):
     """`encode_delta` of kernels/delta.py, by Triton."""
-    n, cut = x.numel(), codes_layout.codes_bytes(x.numel(), bits)
-    wire = message(layout.delta_bytes(n, bits, block, x.dtype, gate), x.device, wire)
-    scalars, constants = encode_arguments(bits, x.dtype, mode, seed)
-    tiled = tiling(
-        block, WIDTH, tile=2048, registers=64 if mode == codes_layout.NEAREST else None, least_rows=GATE_ROWS
-    )
-    end = codes_layout.quantized_bytes(n, bits, block, x.dtype)
-    programs = programs_for(n, bits, block, tiled["SHAPE"])
-    launch(_encode, programs, x, h, out, wire, n, cut, end, *scalars, GATE=gate, BLOCK=block, **constants, **tiled)
+    n, dtype = x.numel(), x.dtype
+    size, cut, end, programs, tiled = _encode_plan(n, bits, block, dtype, gate, mode)
+    wire = message(size, x.device, wire)
+    scalars, constants = encode_arguments(bits, dtype, mode, seed)
+    flag = true_flag(x) if finite is None else finite
+    arguments = x, h, out, wire, flag, n, cut, end, *scalars
+    launch(_encode, programs, *arguments, GATE=gate, BLOCK=block, **constants, **tiled)
     return wire
+
+
+@functools.lru_cache(maxsize=1024)
+def _encode_plan(n, bits, block, dtype, gate, mode):
+    """(bytes of the message, of its codes, of what precedes the gate, programs, tiling)."""
+    tiled = encode_tiling(block, mode)
+    end = codes_layout.quantized_bytes(n, bits, block, dtype)
+    programs = programs_for(n, bits, block, tiled["SHAPE"])
+    return layout.delta_bytes(n, bits, block, dtype, gate), codes_layout.codes_bytes(n, bits), end, programs, tiled
+
+
+def encode_tiling(block, mode):
+    """Segments of a bfloat16 mirror's line, and whole bytes of the gate."""
+    registers = 64 if mode == codes_layout.NEAREST else None
+    return tiling(block, WIDTH, tile=2048, registers=registers, least_rows=GATE_ROWS)
 
 
 def decode_delta(wire, h, out, bits, block, dtype, gate, y=None):
     """`decode_delta` of kernels/delta.py, by Triton."""
     n, wire = h.numel(), wire.contiguous()
     y = torch.empty(n, dtype=dtype, device=wire.device) if y is None else y
-    tiled = tiling(block, WIDTH, tile=1024)
-    cut, end = codes_layout.codes_bytes(n, bits), codes_layout.quantized_bytes(n, bits, block, dtype)
-    programs = triton.cdiv(n, tiled["SHAPE"][1] * block)
+    cut, end, programs, tiled = _decode_plan(n, bits, block, dtype)
     constants = {"GATE": gate, "BITS": bits, "ALIGNED": wire.data_ptr() % 4 == 0, "BLOCK": block}
     launch(_decode, programs, wire, h, out, y, n, cut, end, **constants, **tiled)
     return y
+
+
+@functools.lru_cache(maxsize=1024)
+def _decode_plan(n, bits, block, dtype):
+    """(bytes of the codes, of what precedes the gate, programs, tiling)."""
+    tiled = tiling(block, WIDTH, tile=1024)
+    cut, end = codes_layout.codes_bytes(n, bits), codes_layout.quantized_bytes(n, bits, block, dtype)
+    return cut, end, triton.cdiv(n, tiled["SHAPE"][1] * block), tiled

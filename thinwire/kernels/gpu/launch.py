@@ -4,7 +4,8 @@
 `div_rn`: Triton's plain `/` on float32 is approximate on the card. Denormals are kept, never flushed to zero.
 
 Triton finds the compiled kernel anew at every launch, from the arguments, and the host spends three times as long on
-that as on the launch itself. So it is found once for arguments of a kind, and called by its own handle then.
+that as on the launch itself. So it is found once for arguments of a kind, and called by its own handle then, with the
+tensors' addresses: Triton would ask the driver about each tensor.
 
 Loading a kernel onto the card waits for all that runs there. A kernel of NCCL may run until another rank sends, and
 that rank may be loading too: then both wait for ever. So kernels are called before the first message
@@ -14,10 +15,10 @@ that rank may be loading too: then both wait for ever. So kernels are called bef
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
 
 import torch
 import triton
+from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 
 TILE = 4096  # values a program handles: 32 a thread at four warps, enough loads in flight to fill the bus
@@ -33,40 +34,53 @@ def launch(kernel, programs, first, *args, warps=4, registers=None, **constants)
     `registers` caps those of a thread at what the path of full tiles needs: the masked path, of the last tile
     only, would take twice as many and halve the programs that fit the chip at a time.
     """
-    args = first, *args
-    for x in args:
-        if isinstance(x, torch.Tensor) and not x.is_contiguous():
-            raise ValueError("GPU kernels take contiguous tensors")
-    options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
     if not programs:
         return
-    if not first.is_cuda:
-        if not isinstance(kernel, InterpretedFunction):
-            raise ValueError(
-                f"impl='gpu' was given a tensor on {first.device}: it needs CUDA tensors "
-                "(or TRITON_INTERPRET=1 in the environment before triton is imported, for tests)"
-            )
-        _run(kernel, programs, args, constants, options)
+    args = first, *args
+    if first.is_cuda:
+        if first.get_device() == torch.cuda.current_device():
+            _run(kernel, programs, args, constants, warps, registers)
+        else:
+            with torch.cuda.device(first.device):
+                _run(kernel, programs, args, constants, warps, registers)
+    elif isinstance(kernel, InterpretedFunction):
+        _run(kernel, programs, args, constants, warps, registers)
     else:
-        same = first.get_device() == torch.cuda.current_device()
-        with nullcontext() if same else torch.cuda.device(first.device):
-            _run(kernel, programs, args, constants, options)
+        raise ValueError(
+            f"impl='gpu' was given a tensor on {first.device}: it needs CUDA tensors "
+            "(or TRITON_INTERPRET=1 in the environment before triton is imported, for tests)"
+        )
 
 
-def _run(kernel, programs, args, constants, options):
-    key = id(kernel), args[0].get_device(), *options.values(), *constants.items(), *map(kind, args)
+def _run(kernel, programs, args, constants, warps, registers):
+    device = args[0].get_device()
+    key, values = [id(kernel), device, warps, registers, *constants.items()], []
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            if not x.is_contiguous():
+                raise ValueError("GPU kernels take contiguous tensors")
+            address = x.data_ptr()
+            key += (x.dtype, address % 16 == 0)
+            values.append(address)
+        else:
+            key.append(kind(x))
+            values.append(x)
+    key = tuple(key)
     found = _compiled.get(key)
     if found is not None and found[1] is not None:
         _, compiled, order = found
-        compiled[(programs, 1, 1)](*args, *order)
+        stream = driver.active.get_current_stream(device)
+        known = compiled.function, compiled.packed_metadata, None, None, None  # no hooks
+        compiled.run(programs, 1, 1, stream, *known, *values, *order)
         return
     if found is None and new_kernels == "refuse":
         raise RuntimeError(f"kernel {kernel.__name__} is loaded in a step: it was not called before the first one")
+    options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
     compiled = kernel[(programs,)](*args, **constants, **options)  # by the interpreter: None
     _compiled[key] = kernel, compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
     if found is None and new_kernels == "expect":
         for others in otherwise_aligned(args):
-            _run(kernel, programs, others, constants, options)
+            _run(kernel, programs, others, constants, warps, registers)
 
 
 def otherwise_aligned(args):

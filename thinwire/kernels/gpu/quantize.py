@@ -13,20 +13,22 @@ from thinwire.kernels import scales
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch, line, signed, tiling
 from thinwire.kernels.gpu.scalar import (
-    INFINITY_BITS,
     NONFINITE,
     ROUNDER_BITS,
     SIGN,
+    above,
     as_float,
     as_integer,
     bits_of,
     block_scale,
+    drawn,
     float_of,
     reciprocal,
     rounded,
+    rounded_down,
     scale_value,
-    uniform,
 )  # fmt: skip
+from thinwire.kernels.gpu.scratch import true_flag
 from thinwire.kernels.random import split
 
 NEAREST, STOCHASTIC, LEAST_SQUARES, FULL_GRID = (tl.constexpr(mode) for mode in range(4))
@@ -36,7 +38,7 @@ GRID, SHRINKS = tl.constexpr(float(layout.GRID)), tl.constexpr(layout.SHRINKS)
 @triton.jit
 def best_shrink(x, extreme, QMAX: tl.constexpr, TABLE: tl.constexpr):
     """layout.best_shrink; extreme: float32[ROWS], max|x| with its sign; TABLE: the candidates."""
-    lifted = rounded(tl.math.div_rn(x, tiles.row(extreme)) * GRID)
+    lifted = rounded(tiles.quotient(x, extreme, True) * GRID)
     t, grid = as_float(lifted), as_integer(lifted)
     best = tl.full([x.shape[1]], 1 << 62, tl.int64)
     shrink = tl.full([x.shape[1]], 1.0, tl.float32)
@@ -56,7 +58,7 @@ def quantize_tile(
     x, start, limit, half, k0, k1,
     QMAX: tl.constexpr, MODE: tl.constexpr, TABLE: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x: float32 tile → (signed codes, lifted; scale codes; scales). A block with NaN or Inf: zeros."""
+    """x: float32 tile → (signed codes, lifted; scale codes; scales). A block with NaN or Inf: any, NONFINITE, NaN."""
     top = tiles.row_top(x)
     if MODE == LEAST_SQUARES:
         roomy = float_of(top) <= half  # false for NaN
@@ -73,13 +75,12 @@ def quantize_tile(
     scale = scale_value(code)
     lift, r = reciprocal(scale)
     t = (x * tiles.row(lift)) * tiles.row(r)
-    t = tl.where(tiles.row(top < INFINITY_BITS), t, 0.0)
     if MODE == STOCHASTIC:
-        near = as_float(rounded(t))
-        low = near - (near > t).to(tl.float32)
-        t = low + (uniform(tiles.hashes(start, k0, k1, SHAPE, BLOCK)) < t - low).to(tl.float32)
         t = tl.clamp(t, -QMAX * 1.0, QMAX * 1.0)
-    elif MODE == LEAST_SQUARES:
+        lifted = rounded_down(t)
+        up = drawn(tiles.hashes(start, k0, k1, SHAPE, BLOCK)) < above(t, lifted)
+        return lifted + up.to(tl.float32), code, scale
+    if MODE == LEAST_SQUARES:
         most = tl.where(roomy, QMAX + 1.0, QMAX * 1.0)
         t = tl.minimum(tl.maximum(t, -QMAX * 1.0), tiles.row(most))
     elif MODE == FULL_GRID:
@@ -91,41 +92,44 @@ def quantize_tile(
 
 @triton.jit
 def _encode_tile(
-    x, wire, tile, start, n, cut, limit, half, k0, k1, BITS: tl.constexpr, MODE: tl.constexpr,
+    x, wire, finite, tile, start, n, cut, limit, half, k0, k1, BITS: tl.constexpr, MODE: tl.constexpr,
     TABLE: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     QMAX: tl.constexpr = (1 << (BITS - 1)) - 1
     values = tiles.read(x, start, n, SHAPE, BLOCK, FULL)
     q, code, _ = quantize_tile(values, start, limit, half, k0, k1, QMAX, MODE, TABLE, SHAPE, BLOCK)
-    write_codes(q, code, wire, tile, start, n, cut, BITS, SHAPE, BLOCK, FULL)
+    write_codes(q, code, wire, finite, tile, start, n, cut, BITS, SHAPE, BLOCK, FULL)
 
 
 @triton.jit
 def write_codes(
-    q, code, wire, tile, start, n, cut, BITS: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
+    q, code, wire, finite, tile, start, n, cut, BITS: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """The tile's part of the message: codes q (lifted) and scale codes."""
+    """The tile's part of the message: codes q (lifted), zeros where a block is not finite, and scale codes."""
     QMAX: tl.constexpr = (1 << (BITS - 1)) - 1
+    bad = code == NONFINITE
     if FULL:
-        tiles.pack(bits_of(q), wire, tile, cut, BITS, SHAPE, BLOCK, FULL, QMAX - ROUNDER_BITS)
+        tiles.pack(bits_of(q), wire, tile, cut, BITS, SHAPE, BLOCK, FULL, QMAX - ROUNDER_BITS, bad, QMAX)
     else:
-        codes = tl.where(tiles.inside(start, n, SHAPE, BLOCK), as_integer(q) + QMAX, 0)
+        codes = tl.where(tiles.row(bad), 0, as_integer(q)) + QMAX
+        codes = tl.where(tiles.inside(start, n, SHAPE, BLOCK), codes, 0)
         tiles.pack(codes, wire, tile, cut, BITS, SHAPE, BLOCK, FULL)
     tiles.write_scales(wire + cut, code, tile, tl.cdiv(n, BLOCK), SHAPE[1])
+    tiles.write_finite(finite, bad)
 
 
 @triton.jit(do_not_specialize=["n", "cut", "limit", "k0", "k1"])
 def _quantize(
-    x, wire, n, cut, limit, half, k0, k1, BITS: tl.constexpr, MODE: tl.constexpr,
+    x, wire, finite, n, cut, limit, half, k0, k1, BITS: tl.constexpr, MODE: tl.constexpr,
     TABLE: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0).to(tl.int64)
     start = tile * (SHAPE[1] * BLOCK)
     if tiles.is_full(start, n, SHAPE, BLOCK):
-        _encode_tile(x, wire, tile, start, n, cut, limit, half, k0, k1, BITS, MODE, TABLE, SHAPE, BLOCK, True)
+        _encode_tile(x, wire, finite, tile, start, n, cut, limit, half, k0, k1, BITS, MODE, TABLE, SHAPE, BLOCK, True)
     else:
-        _encode_tile(x, wire, tile, start, n, cut, limit, half, k0, k1, BITS, MODE, TABLE, SHAPE, BLOCK, False)
+        _encode_tile(x, wire, finite, tile, start, n, cut, limit, half, k0, k1, BITS, MODE, TABLE, SHAPE, BLOCK, False)
 
 
 @triton.jit
@@ -187,10 +191,17 @@ def encode_tiling(block, itemsize, mode):
 
 def encode_arguments(bits, dtype, mode, seed):
     """What the encoding kernels share: (scalars, constants)."""
+    keys = map(signed, split(seed)) if mode == layout.STOCHASTIC else (0, 0)
+    fixed, constants = _fixed_arguments(bits, dtype, mode)
+    return (*fixed, *keys), constants
+
+
+@functools.cache
+def _fixed_arguments(bits, dtype, mode):
     fmax = torch.finfo(dtype).max
     steps = layout.qmax(bits) + (mode == layout.FULL)
-    scalars = (scale_limit(steps, fmax), fmax / 2, *map(signed, split(seed)))
-    return scalars, {"BITS": bits, "MODE": mode, "TABLE": candidates(bits)}
+    table = candidates(bits) if mode == layout.LEAST_SQUARES else 0
+    return (scale_limit(steps, fmax), fmax / 2), {"BITS": bits, "MODE": mode, "TABLE": table}
 
 
 def programs_for(n, bits, block, shape):
@@ -198,15 +209,23 @@ def programs_for(n, bits, block, shape):
     return triton.cdiv(layout.codes_bytes(n, bits), shape[1] * block * bits // 8)
 
 
-def quantize(x, bits, block, mode, seed, out=None):
+def quantize(x, bits, block, mode, seed, out=None, finite=None):
     """`quantize` of kernels/quantize.py, by Triton."""
-    n, cut = x.numel(), layout.codes_bytes(x.numel(), bits)
-    wire = message(layout.quantized_bytes(n, bits, block, x.dtype), x.device, out)
-    scalars, constants = encode_arguments(bits, x.dtype, mode, seed)
-    tiled = encode_tiling(block, x.element_size(), mode)
-    programs = programs_for(n, bits, block, tiled["SHAPE"])
-    launch(_quantize, programs, x, wire, n, cut, *scalars, BLOCK=block, **constants, **tiled)
+    n, dtype = x.numel(), x.dtype
+    size, cut, programs, tiled = _encode_plan(n, bits, block, dtype, mode)
+    wire = message(size, x.device, out)
+    scalars, constants = encode_arguments(bits, dtype, mode, seed)
+    finite = true_flag(x) if finite is None else finite
+    launch(_quantize, programs, x, wire, finite, n, cut, *scalars, BLOCK=block, **constants, **tiled)
     return wire
+
+
+@functools.lru_cache(maxsize=1024)
+def _encode_plan(n, bits, block, dtype, mode):
+    """(bytes of the message, of its codes, programs, tiling)."""
+    tiled = encode_tiling(block, dtype.itemsize, mode)
+    size = layout.quantized_bytes(n, bits, block, dtype)
+    return size, layout.codes_bytes(n, bits), programs_for(n, bits, block, tiled["SHAPE"]), tiled
 
 
 def message(size, device, out):
@@ -220,11 +239,18 @@ def message(size, device, out):
 
 def dequantize(wire, n, bits, block, dtype, onto, out=None):
     """`dequantize` of kernels/quantize.py, by Triton."""
-    wire, cut = wire.contiguous(), layout.codes_bytes(n, bits)
+    wire = wire.contiguous()
     if onto is not None or out is None:
         out = torch.empty(n, dtype=dtype, device=wire.device) if onto is None else onto
-    tiled = tiling(block, 32, tile=1024, warps=out.element_size())  # a thread writes 32 bytes
-    programs = triton.cdiv(n, tiled["SHAPE"][1] * block)
-    constants = {"BITS": bits, "ALIGNED": wire.data_ptr() % 4 == 0, "ADD": onto is not None, "BLOCK": block}
-    launch(_dequantize, programs, wire, out, n, cut, **constants, **tiled)
+    cut, programs, constants = _decode_plan(n, bits, block, out.dtype)
+    aligned = wire.data_ptr() % 4 == 0
+    launch(_dequantize, programs, wire, out, n, cut, ALIGNED=aligned, ADD=onto is not None, **constants)
     return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _decode_plan(n, bits, block, dtype):
+    """(bytes of the codes, programs, constants with the tiling)."""
+    tiled = tiling(block, 32, tile=1024, warps=dtype.itemsize)  # a thread writes 32 bytes
+    programs = triton.cdiv(n, tiled["SHAPE"][1] * block)
+    return layout.codes_bytes(n, bits), programs, {"BITS": bits, "BLOCK": block, **tiled}

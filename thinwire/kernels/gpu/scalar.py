@@ -63,8 +63,26 @@ def hash32(position, k0, k1):
 @triton.jit
 def hash32_near(start, offset, k0, k1):
     """hash32(start + offset) for int32 offsets that do not carry into the high word: start's share is one scalar."""
+    return _mixed(golden(offset) + hash_start(start, k0), k1)
+
+
+@triton.jit
+def hash_sum(sums, k1):
+    """hash32 of start + offset, of golden(offset) + hash_start(start, k0): an offset that is a sum costs no product."""
+    return _mixed(sums, k1)
+
+
+@triton.jit
+def golden(offset):
+    """An offset's share in `hash_sum`."""
+    return offset.to(tl.uint32) * GOLDEN
+
+
+@triton.jit
+def hash_start(start, k0):
+    """What all offsets from `start` share in `hash_sum`, as long as none carries into the high word."""
     low, high = start.to(tl.uint32), (start >> 32).to(tl.uint32)
-    return _mixed(offset.to(tl.uint32) * GOLDEN + (low * GOLDEN + high * MUL1 + k0.to(tl.uint32)), k1)
+    return low * GOLDEN + high * MUL1 + k0.to(tl.uint32)
 
 
 @triton.jit
@@ -76,9 +94,35 @@ def _mixed(h, k1):
 
 
 @triton.jit
-def uniform(h):
-    """A 32-bit hash as a number in [0, 1)."""
-    return (h >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+def drawn(h):
+    """A 32-bit hash as 2²⁴ times a number in [0, 1)."""
+    return (h >> 8).to(tl.int32).to(tl.float32)
+
+
+@triton.jit
+def rounded_down(t):
+    """⌊t⌋ for |t| < 2²², lifted by ROUNDER; on the card by an addition that rounds down."""
+    if INTERPRETED:
+        near = as_float(rounded(t))
+        return near - (near > t).to(tl.float32) + ROUNDER
+    return tl.inline_asm_elementwise(
+        "add.rm.f32 $0, $1, 0f4B400000;", "=f,f", [t], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def above(t, lifted):
+    """2²⁴ · (t − ⌊t⌋), rounded once: of a lifted ⌊t⌋. Both products are exact, and so is the first sum."""
+    minus_low = multiply_add(lifted, -16777216.0, 211106232532992.0)  # ROUNDER · 2²⁴
+    return multiply_add(t, 16777216.0, minus_low)
+
+
+@triton.jit
+def multiply_add(a, b, c):
+    """a·b + c rounded once. The interpreter has no such operation: by float64, which holds the product."""
+    if INTERPRETED:
+        return (a.to(tl.float64) * b + c).to(tl.float32)
+    return tl.fma(a, b, c)
 
 
 @triton.jit

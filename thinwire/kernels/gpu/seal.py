@@ -10,21 +10,12 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels import checksum as layout
-from thinwire.kernels.gpu.checksum import PRIME, WORDS, residue, words_of
+from thinwire.kernels.gpu.checksum import KEYS, PRIME, WARPS, WORDS, added, residue, words_of
 from thinwire.kernels.gpu.launch import launch, signed
-from thinwire.kernels.random import split
+from thinwire.kernels.gpu.scratch import zero_counters
 
 OWN = tl.constexpr(3)  # the word that holds the checksum
 WEIGHT = tl.constexpr(layout.weight(3))
-
-
-@triton.jit
-def _added(state, part, size, programs):
-    """(the checksum, is this program the last): state is (sum, programs that have added), zero before."""
-    tl.atomic_add(state, part.to(tl.int64), sem="relaxed")
-    last = tl.atomic_add(state + 1, 1) == programs - 1
-    total = tl.atomic_add(state, 0, sem="relaxed").to(tl.uint64)
-    return (total + size.to(tl.uint64)) % PRIME, last
 
 
 @triton.jit
@@ -53,7 +44,7 @@ def _seal(
     place = first + tl.arange(0, WORDS)
     header = tl.where(place == 0, begins, tl.where(place == 1, w1.to(tl.uint32), w2.to(tl.uint32)))
     words = tl.where(place < OWN, header, tl.where(place == OWN, 0, words))
-    total, last = _added(state, residue(words, first, k0, k1, WORDS), size, programs)
+    total, last = added(state, residue(words, first, k0, k1, WORDS), size, programs)
     if last:
         _put(frame, 0, begins)
         _put(frame, 1, w1.to(tl.uint32))
@@ -68,7 +59,7 @@ def _inspect(
     """verdict: is this the expected header (flag set or not) and the right checksum; is the flag not set?"""
     first = tl.program_id(0).to(tl.int64) * WORDS
     words = words_of(frame, first, size, WORDS, ALIGNED)
-    total, last = _added(state, residue(words, first, k0, k1, WORDS), size, programs)
+    total, last = added(state, residue(words, first, k0, k1, WORDS), size, programs)
     if last:
         plain, flagged = w0.to(tl.uint32), w0.to(tl.uint32) | flag.to(tl.uint32)
         begins, stored = _get(frame, 0), _get(frame, OWN).to(tl.uint64)
@@ -93,10 +84,10 @@ def inspect(frame, words, flag):
 
 def _launch(kernel, frame, other, words, flag, **constants):
     programs = triton.cdiv(frame.numel(), 4 * WORDS)
-    state = torch.zeros(2, dtype=torch.int64, device=frame.device)
-    numbers = [signed(word) for word in (*words, flag, *split(layout.SEED))]
+    state = zero_counters(frame)
+    numbers = *map(signed, words), flag, *KEYS
     aligned = frame.data_ptr() % 4 == 0
     launch(
         kernel, programs, frame, state, other, frame.numel(), programs, *numbers,
-        **constants, WORDS=WORDS, ALIGNED=aligned, warps=8,
+        **constants, WORDS=WORDS, ALIGNED=aligned, warps=WARPS,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -13,27 +15,30 @@ from thinwire.kernels.gpu.quantize import programs_for, scale_limit
 from thinwire.kernels.gpu.scalar import (
     INFINITY_BITS,
     NONFINITE,
+    ROUNDER,
     as_integer,
     bits_of,
     float_of,
-    rounded,
+    multiply_add,
     scale_code,
     scale_value,
 )
+from thinwire.kernels.gpu.scratch import true_flag
 from thinwire.kernels.quantize import codes_bytes
 
 GRID = tl.constexpr(float(layout.GRID))
 
 
 @triton.jit
-def _mean_scale(x, count, limit):
-    """Scale codes of the blocks' mean magnitudes, summed on the integer grid; count: values in each block."""
+def _mean_scale(x, count, limit, WIDE: tl.constexpr):
+    """Scale codes of the blocks' mean magnitudes, summed on the integer grid; count: values in each block; WIDE: as
+    tiles.quotient takes it."""
     SMALL: tl.constexpr = x.shape[0] * x.shape[2] <= 1024  # steps are at most 2^20: 1024 of them fit 32 bits
     top = tiles.row_top(x)
     good = (top > 0) & (top < INFINITY_BITS)
     absmax = tl.where(good, float_of(top), 1.0)
-    share = tl.math.div_rn(tl.where(tiles.row(good), tl.abs(x), 0.0), tiles.row(absmax))
-    steps = as_integer(rounded(share * GRID))
+    share = tiles.quotient(tl.abs(x), absmax, WIDE)
+    steps = as_integer(multiply_add(share, GRID, ROUNDER))
     total = tiles.row_sum(steps if SMALL else steps.to(tl.int64)).to(tl.float64)
     mean = (absmax.to(tl.float64) * total / (count.to(tl.float64) * GRID)).to(tl.float32)
     code = tl.where(mean > 0.0, scale_code(mean, limit, True), 0)
@@ -41,22 +46,25 @@ def _mean_scale(x, count, limit):
 
 
 @triton.jit
-def _encode_tile(x, wire, tile, start, n, cut, limit, SHAPE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr):
+def _encode_tile(
+    x, wire, finite, tile, start, n, cut, limit, SHAPE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr
+):  # fmt: skip
     values = tiles.read(x, start, n, SHAPE, BLOCK, FULL)
     tiles.pack((values < 0.0).to(tl.int32), wire, tile, cut, 1, SHAPE, BLOCK, FULL)
     count = tl.minimum(tl.maximum(n - start - tl.arange(0, SHAPE[1]) * BLOCK, 1), BLOCK)
-    code = _mean_scale(values, count, limit)
+    code = _mean_scale(values, count, limit, x.dtype.element_ty == tl.float32)
     tiles.write_scales(wire + cut, code, tile, tl.cdiv(n, BLOCK), SHAPE[1])
+    tiles.write_finite(finite, code == NONFINITE)
 
 
 @triton.jit(do_not_specialize=["n", "cut", "limit"])
-def _encode(x, wire, n, cut, limit, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+def _encode(x, wire, finite, n, cut, limit, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
     tile = tl.program_id(0).to(tl.int64)
     start = tile * (SHAPE[1] * BLOCK)
     if tiles.is_full(start, n, SHAPE, BLOCK):
-        _encode_tile(x, wire, tile, start, n, cut, limit, SHAPE, BLOCK, True)
+        _encode_tile(x, wire, finite, tile, start, n, cut, limit, SHAPE, BLOCK, True)
     else:
-        _encode_tile(x, wire, tile, start, n, cut, limit, SHAPE, BLOCK, False)
+        _encode_tile(x, wire, finite, tile, start, n, cut, limit, SHAPE, BLOCK, False)
 
 
 @triton.jit
@@ -80,14 +88,33 @@ def _decode(wire, out, n, cut, ALIGNED: tl.constexpr, SHAPE: tl.constexpr, BLOCK
         _decode_tile(wire, out, tile, start, n, cut, ALIGNED, SHAPE, BLOCK, False)
 
 
-def encode_sign(x, block):
+def encode_sign(x, block, finite=None):
     """`encode_sign` of kernels/sign.py, by Triton."""
-    n, cut, limit = x.numel(), codes_bytes(x.numel(), 1), scale_limit(1, torch.finfo(x.dtype).max)
-    wire = torch.empty(layout.sign_bytes(n, block, x.dtype), dtype=torch.uint8, device=x.device)
-    tiled = tiling(block, line(x.element_size()))
-    programs = programs_for(n, 1, block, tiled["SHAPE"])
-    launch(_encode, programs, x, wire, n, cut, limit, BLOCK=block, **tiled)
+    n = x.numel()
+    size, cut, limit, programs, tiled = _encode_plan(n, block, x.dtype)
+    wire = torch.empty(size, dtype=torch.uint8, device=x.device)
+    flag = true_flag(x) if finite is None else finite
+    launch(_encode, programs, x, wire, flag, n, cut, limit, BLOCK=block, **tiled)
     return wire
+
+
+@functools.lru_cache(maxsize=1024)
+def _encode_plan(n, block, dtype):
+    """(bytes of the message, of its bits, largest scale code, programs, tiling)."""
+    tiled = encode_tiling(block, dtype.itemsize)
+    limit = scale_limit(1, torch.finfo(dtype).max)
+    return (
+        layout.sign_bytes(n, block, dtype),
+        codes_bytes(n, 1),
+        limit,
+        programs_for(n, 1, block, tiled["SHAPE"]),
+        tiled,
+    )
+
+
+def encode_tiling(block, itemsize):
+    """Segments of 128 bytes."""
+    return tiling(block, line(itemsize))
 
 
 def decode_sign(wire, n, block, dtype):

@@ -13,7 +13,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thinwire.kernels.gpu.scalar import INTERPRETED, MAGNITUDE, bits_of, hash32, hash32_near, narrow, widen
+from thinwire.kernels.gpu.scalar import (
+    INTERPRETED,
+    MAGNITUDE,
+    bits_of,
+    golden,
+    hash32,
+    hash_start,
+    hash_sum,
+    multiply_add,
+    narrow,
+    reciprocal,
+    widen,
+)
 
 
 @triton.jit
@@ -50,7 +62,9 @@ def inside(start, n, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
 def hashes(start, k0, k1, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
     """uint32[PARTS, ROWS, WIDTH]: hash32 of the places of a tile that begins at value `start`."""
     if (SHAPE[1] * BLOCK) & (SHAPE[1] * BLOCK - 1) == 0:  # no carry into the high word inside a tile
-        return hash32_near(start, offsets(SHAPE, BLOCK), k0, k1)
+        rows = golden(tl.arange(0, SHAPE[1]) * BLOCK) + hash_start(start, k0)
+        parts, width = golden(tl.arange(0, SHAPE[0]) * SHAPE[2]), golden(tl.arange(0, SHAPE[2]))
+        return hash_sum(parts[:, None, None] + width[None, None, :] + rows[None, :, None], k1)
     return hash32(start + offsets(SHAPE, BLOCK), k0, k1)
 
 
@@ -94,6 +108,25 @@ def row_top(x):
 def row_sum(x):
     """The sum over each block."""
     return tl.sum(tl.sum(x, axis=0), axis=1)
+
+
+@triton.jit
+def quotient(x, top, WIDE: tl.constexpr):
+    """x / top[ROWS] with |x| ≤ top, rounded as a division is, at least where it is above 2⁻³⁰. One division per block.
+
+    Multiplied by 1/top, x is off by less than two units in the last place; each remainder times 1/top corrects it, and
+    the second correction is rounded from the true quotient (Markstein). Of numbers with 11 bits the first is: their
+    quotients keep 2⁻³⁶ away from where rounding changes. WIDE: they have more. lift keeps all within float32's range.
+    """
+    if INTERPRETED:  # which has no multiplication with an addition in one rounding
+        return tl.math.div_rn(x, row(top))
+    lift, inverse = reciprocal(top)
+    x, top, inverse = x * row(lift), row(-top * lift), row(inverse)
+    q = x * inverse
+    q = multiply_add(multiply_add(q, top, x), inverse, q)
+    if WIDE:
+        q = multiply_add(multiply_add(q, top, x), inverse, q)
+    return q
 
 
 @triton.jit
@@ -146,9 +179,11 @@ def read_run(source, start, n, SIZE: tl.constexpr):
 @triton.jit
 def pack(
     codes, wire, tile, size, BITS: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
-    BIAS: tl.constexpr = 0,
+    BIAS: tl.constexpr = 0, bad=None, ZERO: tl.constexpr = 0,
 ):  # fmt: skip
     """int32[PARTS, ROWS, WIDTH]: codes + BIAS → the tile's bytes, of `size` bytes in all; zero where outside.
+
+    bad: bool[ROWS], blocks all of whose codes are ZERO instead.
 
     Eight codes make a word of BITS bytes, or four one of four bytes, so that words change threads, never values: a
     store of single bytes would make Triton give each thread 16 values in a row, loads included. The wire is our
@@ -163,16 +198,51 @@ def pack(
     some = tl.reshape(wide, [SHAPE[0] * SHAPE[1], SHAPE[2] // EACH, EACH])
     words = tl.sum(some << (tl.arange(0, EACH) * BITS)[None, None, :], axis=2)
     words += (BIAS * ONES) & ((1 << WORD) - 1)
+    if bad is not None:
+        lines = tl.reshape(tl.broadcast_to(bad[None, :], [SHAPE[0], SHAPE[1]]), [SHAPE[0] * SHAPE[1]])
+        words = tl.where(lines[:, None], tl.full([], ZERO * ONES, words.dtype), words)
     places, column = _lines(SHAPE, BLOCK // EACH, SHAPE[2] // EACH)
     if FULL and BYTES == 4:
         tl.store((wire + first).to(tl.pointer_type(tl.uint32)) + places, words)
     elif FULL and BYTES == 2:
         tl.store((wire + first).to(tl.pointer_type(tl.uint16)) + places, words.to(tl.uint16))
+    elif FULL and BYTES == 3 and SHAPE[2] % 32 == 0 and BLOCK % 32 == 0:
+        _store_threes(wire + first, words, SHAPE, BLOCK)
+    elif FULL and BYTES == 1 and SHAPE[2] % 32 == 0 and BLOCK % 32 == 0:
+        _store_ones(wire + first, words, SHAPE, BLOCK)
     else:
         for i in tl.static_range(BYTES):
             place, byte = places * BYTES + i, (words >> (8 * i)).to(tl.uint8)
             used = (column < BLOCK // EACH) & (first + place < size)
             tl.store(wire + first + place, byte, mask=None if FULL else used)
+
+
+@triton.jit
+def _fours(words, SHAPE: tl.constexpr):
+    """The first, second, third and last of every four words."""
+    even, odd = tl.split(tl.reshape(words, [SHAPE[0] * SHAPE[1], SHAPE[2] // 32, 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _store_ones(wire, words, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Words of 8 bits, four of which make one of 32."""
+    a, b, c, d = _fours(words, SHAPE)
+    places, _ = _lines(SHAPE, BLOCK // 32, SHAPE[2] // 32)
+    tl.store(wire.to(tl.pointer_type(tl.uint32)) + places, a | (b << 8) | (c << 16) | (d << 24))
+
+
+@triton.jit
+def _store_threes(wire, words, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Words of 24 bits, four of which make three of 32."""
+    a, b, c, d = _fours(words, SHAPE)
+    places, _ = _lines(SHAPE, BLOCK // 32, SHAPE[2] // 32)
+    target = wire.to(tl.pointer_type(tl.uint32)) + places * 3
+    tl.store(target, a | (b << 24))
+    tl.store(target + 1, (b >> 8) | (c << 16))
+    tl.store(target + 2, (c >> 16) | (d << 8))
 
 
 @triton.jit
@@ -205,6 +275,13 @@ def write_scales(tail, codes, tile, blocks, ROWS: tl.constexpr):
     """int32[ROWS] scale codes → 16 bits each. A tail begins at an even byte of our own allocation."""
     row = tile * ROWS + tl.arange(0, ROWS)
     tl.store(tail.to(tl.pointer_type(tl.uint16)) + row, codes.to(tl.uint16), mask=row < blocks)
+
+
+@triton.jit
+def write_finite(finite, bad):
+    """bool[ROWS]: the flag becomes false where any is true."""
+    none = bad.to(tl.int32) * 0
+    tl.store(finite + none, none > 0, mask=bad)
 
 
 @triton.jit

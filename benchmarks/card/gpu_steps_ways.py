@@ -1,0 +1,93 @@
+"""The models and the ways of training that gpu_steps.py times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.data_parallel.ddp import compress_ddp
+from thinwire.data_parallel.fsdp import compress_fsdp
+
+
+class Size(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    length: int
+    rows: int  # sequences per rank and step
+    causal: bool
+
+
+MODELS = {
+    "gpt2": Size(12, 768, 12, 50257, 512, 8, True),
+    "bert": Size(12, 768, 12, 30522, 128, 32, False),
+    "small": Size(2, 64, 2, 500, 32, 2, True),
+}
+WAYS = (
+    "torch DDP", "torch DDP bf16 hook", "torch DDP PowerSGD 4", "max", "paper-oktopk", "torch HSDP", "fsdp max", "safe",
+    "bf16", "off", "auto", "fsdp bf16", "fsdp safe", "fsdp off", "fsdp paper-oktopk",
+)  # fmt: skip
+
+
+class Model(nn.Module):
+    """Tokens to logits; the embedding is tied to the head."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        w, self.causal = size.width, size.causal
+        self.tokens, self.places = nn.Embedding(size.vocabulary, w), nn.Embedding(size.length, w)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(w, size.heads, 4 * w, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(size.layers)
+        )
+        self.norm = nn.LayerNorm(w)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=x.device) if self.causal else None
+        for layer in self.layers:
+            x = layer(x, src_mask=mask, is_causal=self.causal)
+        return nn.functional.linear(self.norm(x), self.tokens.weight)
+
+
+def prepare(way: str, size: Size, device: torch.device) -> tuple[nn.Module, Callable, Any]:
+    """(the model, a context in which its backward communicates nothing, our handle if there is one)."""
+    torch.manual_seed(0)
+    with device:
+        model = Model(size)
+    if "HSDP" in way or way.startswith("fsdp"):
+        return _sharded(way, model, device)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if way == "torch DDP bf16 hook":
+        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif way == "torch DDP PowerSGD 4":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif way != "torch DDP":
+        return ddp, ddp.no_sync, compress_ddp(ddp, way)
+    return ddp, ddp.no_sync, None
+
+
+def _sharded(way: str, model: nn.Module, device: torch.device) -> tuple[nn.Module, Callable, Any]:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("replica", "shard"))
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh if way == "torch HSDP" else mesh["shard"])
+    handle = None if way == "torch HSDP" else compress_fsdp(model, way.removeprefix("fsdp "), replicas=mesh["replica"])
+
+    @contextmanager
+    def silent():
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    return model, silent, handle

@@ -1,0 +1,81 @@
+"""The ways to launch kernels that gpu_tune.py times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from thinwire.kernels.gpu import checksum as gpu_checksum
+from thinwire.kernels.gpu import delta as gpu_delta
+from thinwire.kernels.gpu import indices as gpu_indices
+from thinwire.kernels.gpu import quantize as gpu_quantize
+from thinwire.kernels.gpu import radix as gpu_radix
+from thinwire.kernels.gpu import seal as gpu_seal
+from thinwire.kernels.gpu import select as gpu_select
+from thinwire.kernels.gpu import sign as gpu_sign
+from thinwire.kernels.gpu.launch import tiling
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+class Way(NamedTuple):
+    """One way to run one kernel. patches: (module, name, value)."""
+
+    kernel: str
+    how: str
+    dtype: torch.dtype
+    patches: tuple
+
+
+def shaped(width: int, tile: int, warps: int, registers: int | None, least_rows: int = 1) -> tuple[str, Callable]:
+    """(its name, a function that gives this tiling whatever it is asked for)."""
+
+    def chosen(block: int, *_: Any) -> dict:
+        return tiling(block, width, tile=tile, warps=warps, registers=registers, least_rows=least_rows)
+
+    return f"width {width} tile {tile} warps {warps} registers {registers}", chosen
+
+
+def ways() -> Iterator[Way]:
+    """The library's own first, of each kernel."""
+    for dtype in (F32, BF16):
+        for name, shapes in QUANTIZE.items():
+            yield Way(name, "own", dtype, ())
+            for shape in shapes:
+                how, chosen = shaped(*shape)
+                module = gpu_sign if name == "encode sign" else gpu_delta if "delta" in name else gpu_quantize
+                yield Way(name, how, dtype, ((module, "encode_tiling", chosen),))
+        yield Way("scatter add 1 %", "own", dtype, ())
+        for size in (512, 1024, 2048, 4096):
+            yield Way("scatter add 1 %", f"size {size}", dtype, ((gpu_select, "SIZE", size),))
+        for name in ("histogram", "kth magnitude 1 %", "top 1 %"):
+            yield Way(name, "own", dtype, ())
+            for size, window in ((8192, 128), (16384, 128), (4096, 256), (8192, 64)):
+                patches = (gpu_radix, "SIZE", size), (gpu_radix, "WINDOW", window)
+                if name == "histogram":
+                    yield Way(name, f"size {size} window {window}", dtype, patches)
+    for name, module in (("checksum", gpu_checksum), ("inspect", gpu_seal)):
+        yield Way(name, "own", torch.uint8, ())
+        for words, warps in ((2048, 4), (4096, 4), (8192, 4), (16384, 8), (16384, 16), (32768, 16)):
+            patches = (module, "WORDS", words), (module, "WARPS", warps)
+            yield Way(name, f"words {words} warps {warps}", torch.uint8, patches)
+    yield Way("decode indices 1 %", "own", F32, ())
+    for size, warps in ((256, 2), (256, 4), (512, 4), (64, 1)):
+        patches = (gpu_indices, "BYTES", size), (gpu_indices, "WARPS", warps)
+        yield Way("decode indices 1 %", f"bytes {size} warps {warps}", F32, patches)
+
+
+WIDE = [(w, t, n, r) for w in (32, 64) for t, n, r in ((2048, 2, 64), (2048, 4, 64), (4096, 4, 64), (4096, 4, None))]
+QUANTIZE = {
+    "quantize 4 bits nearest": [],
+    "quantize 3 bits nearest": [*WIDE, (128, 2048, 2, 64), (32, 1024, 1, 64), (32, 1024, 2, None), (32, 2048, 2, 80)],
+    "quantize 4 bits stochastic": [
+        *WIDE, (32, 2048, 2, 80), (32, 4096, 4, 80), (16, 2048, 2, 64), (32, 1024, 1, 64), (32, 1024, 2, 48),
+        (32, 2048, 4, 48),
+    ],
+    "quantize 4 bits mse": [(32, 1024, 2, None), (32, 2048, 4, 64), (32, 2048, 2, None), (64, 1024, 2, None)],
+    "encode sign": [*WIDE, (32, 1024, 1, 64), (32, 2048, 2, 80), (32, 1024, 2, None)],
+    "encode delta 3 bits nearest": [(w, t, n, r, 8) for w, t, n, r in (*WIDE, (32, 1024, 2, 64))],
+}  # fmt: skip

@@ -144,8 +144,9 @@ def _bin_means(x: Tensor) -> Tensor:
     sigma = centred.square().sum(1, keepdim=True).div(max(1, x.shape[1] - 1)).sqrt()
     width = torch.where(sigma > 0, 6 * sigma / BINS, 1.0)
     codes = (centred / width + BINS // 2).round().clamp(0, BINS - 1).long()
-    table = values.new_zeros(x.shape[0], BINS).scatter_add_(1, codes, centred)
-    counts = values.new_zeros(x.shape[0], BINS).scatter_add_(1, codes, torch.ones_like(values))
+    inside = [codes == code for code in range(BINS)]
+    sums = torch.stack([torch.where(some, centred, 0.0).sum(1) for some in inside], 1)
+    counts = torch.stack([some.sum(1) for some in inside], 1)
     limit = torch.finfo(x.dtype).max
-    table = (table / counts.clamp(min=1) + mean).clamp(-limit, limit).float()
+    table = (sums / counts.clamp(min=1) + mean).clamp(-limit, limit).float()
     return table.gather(1, codes).to(x.dtype)

@@ -11,6 +11,7 @@ import torch
 from stacked_model import Size, losses, sequences, starts
 from stacked_sites import LocalSites, PerStep, per_step_wire, table_of
 from torch import Tensor, nn
+
 EXACT = ("fp32 per step", "large batch")  # one copy of the model will do
 PER_STEP: dict[str, str] = {"fp32 per step": "off", "4 bits per step": "max", "large batch": "off"}
 EVALUATIONS = 20

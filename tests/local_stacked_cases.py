@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from thinwire.parallel import LocalSteps, Reducer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "quality"))
-from frontier_jobs import dense, sparse  # noqa: E402
-from stacked_model import Size, losses  # noqa: E402
-from stacked_run import clip  # noqa: E402
-from stacked_sites import LocalSites, PerStep, per_step_wire, table_of  # noqa: E402
+from frontier_jobs import dense, sparse
+from stacked_model import Size, losses
+from stacked_run import clip
+from stacked_sites import LocalSites, PerStep, per_step_wire, table_of
 
 SIZE = Size(width=96, layers=2, length=16)  # tiles at the edges are smaller
 STEPS = 10

@@ -1,4 +1,4 @@
-"""The runs of the frontier: methods and their tables `[local]`, which rates are tried, and what is run with the best."""
+"""The runs of the frontier: methods and their tables `[local]`, which rates are tried, what is run with the best."""
 
 from __future__ import annotations
 

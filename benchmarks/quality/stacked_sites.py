@@ -179,7 +179,7 @@ class LocalSites:
         fragment.outer.step()
         anchor, spans, mix = fragment.anchor.detach(), fragment.wire.spans, self.settings.mix
         now = take(self.weights, spans)
-        if mix == CARRY and self.settings.delay == 0 or mix == 0:
+        if (mix == CARRY and self.settings.delay == 0) or mix == 0:
             new = anchor.expand_as(now)
         else:
             new = anchor + (now - sent) if mix == CARRY else mix * now + (1 - mix) * anchor

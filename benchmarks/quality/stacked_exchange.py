@@ -1,8 +1,8 @@
 """What a wire makes of a unit, for all sites in one process: x[sites, n] → (mean[n], own[sites, n]).
 
 The same values as thinwire's collectives between processes have, bit for bit (tests/local_stacked_cases.py): its
-codecs, its kernels, and its order of adding. Only packing into bytes and the network are left out where a codec's values can
-be had without; the bytes are those that the codec says it would send. Rounding must not be random.
+codecs, its kernels, and its order of adding. Only packing into bytes and the network are left out where a codec's
+values can be had without; the bytes are those that the codec says it would send. Rounding must not be random.
 """
 
 from __future__ import annotations

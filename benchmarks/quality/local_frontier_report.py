@@ -4,8 +4,8 @@
 
 Losses are held-out, at what all sites share. Differences are to fp32 data parallel with the same seed, in percent of
 its loss, the mean over seeds with a 95 % interval (Student's t). Of local steps the loss after the method's own last
-round stands beside that after a last round in four bits per value, residuals included. `--times` takes the seconds of a step without a
-network.
+round stands beside that after a last round in four bits per value, residuals included. `--times` takes the seconds of
+a step without a network.
 """
 
 from __future__ import annotations
@@ -71,9 +71,7 @@ def fewer(row: Row) -> float:
 def table(rows: list[Row]) -> list[str]:
     """Markdown."""
     kinds = grouped(rows)
-    out = [
-        "| method | sites | H | held-out loss | over fp32 | its anchor | with a last dense round | seeds | fewer bytes |"
-    ]
+    out = ["| method | sites | H | held-out loss | over fp32 | its own end | last round dense | seeds | fewer bytes |"]
     out.append("|---|---|---|---|---|---|---|---|---|")
     for kind in sorted(kinds, key=place):
         mine = kinds[kind]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import local_cases
 import local_paper_cases
 import local_site_cases
+import local_stacked_cases
 import pytest
 from rank_cases import name_of, run_cases
 from rank_launch import launch, needs_network, passed
@@ -21,8 +22,9 @@ PRELOAD = (
     "local_cases",
     "local_paper_cases",
     "local_site_cases",
+    "local_stacked_cases",
 )
-STRAIGHT = [*local_paper_cases.CASES, *local_site_cases.CASES]
+STRAIGHT = [*local_paper_cases.CASES, *local_site_cases.CASES, *local_stacked_cases.CASES]
 
 
 @pytest.fixture(scope="module")

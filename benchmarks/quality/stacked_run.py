@@ -1,0 +1,219 @@
+"""Runs that train side by side in one process, all copies of the model in one batched forward and backward pass."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from stacked_model import Size, losses, sequences, starts
+from stacked_sites import LocalSites, PerStep, per_step_wire, table_of
+from torch import Tensor, nn
+
+EXACT = ("fp32 per step", "large batch")  # one copy of the model will do
+PER_STEP: dict[str, str] = {"fp32 per step": "off", "4 bits per step": "max", "large batch": "off"}
+EVALUATIONS = 20
+HELD = 512  # sequences, at the end; on the way a quarter of them
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. every: H, 0 where it is none. table: `[local]`, but for `every`, as JSON would have it. apart: sites
+    have text of their own. batch: sequences per step, over all sites. keep: stacked_sites.LocalSites'. flush: the last
+    round sends all that is left, in four bits per value."""
+
+    method: str
+    sites: int
+    every: int
+    seed: int
+    steps: int
+    lr: float
+    table: dict[str, Any] = field(default_factory=dict, hash=False)
+    keep: float = 0.0
+    flush: bool = False
+    apart: bool = False
+    batch: int = 16
+    size: Size = field(default_factory=Size)
+
+    @property
+    def copies(self) -> int:
+        """Of the model, that train."""
+        return 1 if self.method in EXACT and not self.apart else self.sites
+
+    @property
+    def together(self) -> int:
+        """Batches per step of the optimiser."""
+        return self.every if self.method == "large batch" else 1
+
+    def rate(self, step: int) -> float:
+        """Warm-up over a twentieth, then a cosine to a tenth."""
+        warm = max(1, self.steps // 20)
+        if step < warm:
+            return self.lr * (step + 1) / warm
+        return self.lr * (0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, self.steps - warm)))
+
+
+class _Trainee:
+    """A job under way: its part of the fleet's tensors.
+
+    weights, gradients: float32[copies, n] of the fleet's.
+    """
+
+    def __init__(self, job: Job, weights: Tensor, gradients: Tensor) -> None:
+        self.job, self.gradients = job, gradients
+        self.parameter = nn.Parameter(weights)
+        self.sum: Tensor | None = torch.zeros_like(gradients) if job.together > 1 else None
+        self.local: LocalSites | None = None
+        self.curve: list[tuple[int, float]] = []
+        if job.method in PER_STEP:
+            self.per_step = PerStep(per_step_wire(PER_STEP[job.method]), job.size, job.sites)
+        else:
+            self.local = LocalSites(self.parameter.data, table_of(job.table, job.every), job.size, job.keep)
+
+    @torch.no_grad()
+    def before(self, step: int, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Gradients as the optimiser takes them; none where it waits for more of them."""
+        job = self.job
+        group["lr"] = job.rate(step)
+        self.parameter.grad = self.gradients
+        if self.sum is not None:
+            self.sum += self.gradients
+            if (step + 1) % job.together and step + 1 < job.steps:
+                self.parameter.grad = None
+                return
+            self.gradients.copy_(self.sum / (step % job.together + 1))
+            self.sum.zero_()
+        if self.local is None:
+            self.per_step.average(self.gradients)
+        clip(self.gradients)
+
+    def after(self) -> None:
+        """The optimiser has made its step."""
+        if self.local is not None:
+            self.local.step()
+
+    def shared(self) -> Tensor:
+        """float32[n]: the weights that all sites share."""
+        return self.parameter.detach()[0] if self.local is None else self.local.at_anchor()
+
+    @property
+    def bytes(self) -> int:
+        """That the busiest site has sent."""
+        return self.per_step.bytes if self.local is None else self.local.bytes
+
+
+def clip(gradients: Tensor) -> None:
+    """Every row's norm to 1 at most."""
+    norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
+    gradients.mul_((1.0 / (norms + 1e-6)).clamp(max=1.0))
+
+
+class Fleet:
+    """Jobs with as many copies, steps and equal sizes, trained together.
+
+    text, held: bytes, on the device. graph: capture the forward and backward pass once, and replay it.
+    """
+
+    def __init__(self, jobs: list[Job], text: Tensor, held: Tensor, graph: bool) -> None:
+        first = jobs[0]
+        alike = {(job.copies, job.steps, job.batch, job.size) for job in jobs}
+        if len(alike) > 1:
+            raise ValueError("jobs of a fleet have equal copies, steps, batches and sizes")
+        self.size, self.text, self.held, self.steps = first.size, text, held, first.steps
+        device, per = text.device, first.batch // first.copies
+        self.weights = torch.cat([job.size.initial(job.seed).expand(job.copies, -1) for job in jobs]).to(device)
+        self.gradients = torch.zeros_like(self.weights)
+        self.dtype = torch.bfloat16 if text.is_cuda else torch.float32
+        self.low = torch.empty_like(self.weights, dtype=self.dtype)
+        self.leaves = {n: v.detach().requires_grad_() for n, v in self.size.views(self.low).items()}
+        parts = (first.copies,) * len(jobs)
+        self.runs = [_Trainee(*one) for one in zip(jobs, self.weights.split(parts), self.gradients.split(parts))]
+        groups = [{"params": [run.parameter]} for run in self.runs]
+        how = {"fused": True} if text.is_cuda else {}
+        self.inner = torch.optim.AdamW(groups, lr=first.lr, betas=(0.9, 0.95), weight_decay=0.1, **how)
+        begin = [starts(text, job.seed + 1, job.steps, job.copies, per, job.apart) for job in jobs]
+        self.begin = torch.cat(begin, 1).to(device)
+        self.rows = torch.zeros(len(jobs) * first.copies, per, self.size.length + 1, dtype=torch.long, device=device)
+        self.graph = self._captured() if graph else None
+
+    def train(self) -> None:
+        """All steps, and the sites' last round."""
+        every = max(1, self.steps // EVALUATIONS)
+        for step in range(self.steps):
+            self.rows.copy_(sequences(self.text, self.begin[step], self.size.length))
+            if self.graph is None:
+                self._pass()
+            else:
+                self.graph.replay()
+            for run, group in zip(self.runs, self.inner.param_groups):
+                run.before(step, self.inner, group)
+            self.inner.step()
+            for run in self.runs:
+                run.after()
+            if (step + 1) % every == 0:
+                self._look(step + 1)
+
+    def _look(self, step: int) -> None:
+        for run in self.runs:
+            run.curve.append((step, self.evaluate(run.shared(), HELD // 4)))
+
+    def rows_found(self, seconds: float) -> list[dict[str, Any]]:
+        """One per job, after the last step."""
+        out = []
+        for run in self.runs:
+            job, n, found = run.job, run.job.size.parameters(), {}
+            if run.local is not None:
+                weights, more = run.local.flushed()
+                found = {"held_flush": self.evaluate(weights, HELD), "flush_bytes": more}
+                run.local.finish()
+            held, sent = self.evaluate(run.shared(), HELD), run.bytes
+            found["held_anchor"] = held
+            if job.flush:
+                last = run.local.last_bytes if run.local is not None else 0
+                held, sent = found["held_flush"], sent - last + found["flush_bytes"]
+            tokens = job.steps * job.batch * job.size.length
+            dense = 8 * n * (job.sites - 1) / job.sites / (job.batch * job.size.length)
+            found |= {"held": held, "bytes": sent, "tokens": tokens, "parameters": n, "curve": run.curve}
+            found |= {"bytes_per_token": sent / tokens, "fp32_bytes_per_token": dense}
+            out.append(asdict(job) | found | {"seconds": seconds / len(self.runs), "fleet": len(self.runs)})
+        return out
+
+    @torch.no_grad()
+    def evaluate(self, flat: Tensor, count: int) -> float:
+        """Mean loss of these weights on held-out sequences, the same ones every time."""
+        length = self.size.length
+        begin = torch.linspace(0, self.held.numel() - length - 2, count).long()
+        weights = self.size.views(flat[None].to(self.dtype))
+        found = [losses(weights, sequences(self.held, some, length)[None], self.size) for some in begin.split(64)]
+        return float(torch.cat(found).mean())
+
+    def _pass(self) -> None:
+        """Gradients of all copies, in float32."""
+        self.low.copy_(self.weights)
+        total = losses(self.leaves, self.rows, self.size).sum()
+        found = torch.autograd.grad(total, list(self.leaves.values()))
+        torch.cat([g.flatten(1) for g in found], 1, out=self.gradients)
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._pass()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._pass()
+        return graph
+
+
+def run_jobs(jobs: list[Job], text: Tensor, held: Tensor, graph: bool) -> list[dict[str, Any]]:
+    """Rows of jobs that train together."""
+    began = time.perf_counter()
+    fleet = Fleet(jobs, text, held, graph)
+    fleet.train()
+    if text.is_cuda:
+        torch.cuda.synchronize()
+    return fleet.rows_found(time.perf_counter() - began)

@@ -1,0 +1,143 @@
+"""The stacked sites of benchmarks/quality are LocalSteps and Reducer between processes, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_cases import check, check_equal
+from torch import Tensor, nn
+
+from thinwire.parallel import LocalSteps, Reducer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "quality"))
+from frontier_jobs import dense, sparse
+from stacked_model import Size, losses
+from stacked_run import clip
+from stacked_sites import LocalSites, PerStep, per_step_wire, table_of
+
+SIZE = Size(width=96, layers=2, length=16)  # tiles at the edges are smaller
+STEPS = 10
+TABLES: dict[str, tuple[dict[str, Any], int]] = {
+    "diloco": ({"preset": "diloco"}, 3),
+    "streaming": ({"preset": "streaming-diloco", "fragments": 2}, 4),
+    "sparseloco": ({"preset": "sparseloco"}, 3),
+    "local-max": ({"preset": "local-max"}, 3),
+    "two hops": (sparse(momentum=0.5), 3),
+    "two bits": (dense(2), 3),
+}
+
+
+def _rows(step: int, site: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + site)
+    return torch.randint(0, 256, (1, 2, SIZE.length + 1), generator=generator)
+
+
+def _gradient(flat: Tensor, step: int, site: int) -> Tensor:
+    """Of one site, flat."""
+    weights = {name: w.detach().requires_grad_() for name, w in SIZE.views(flat[None]).items()}
+    found = torch.autograd.grad(losses(weights, _rows(step, site), SIZE).sum(), list(weights.values()))
+    return torch.cat([g.flatten(1) for g in found], 1)
+
+
+def _inner(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+class _Real:
+    """This rank's site."""
+
+    def __init__(self) -> None:
+        first = SIZE.views(SIZE.initial(0)[None])
+        self.parameters = {name: nn.Parameter(w[0].clone()) for name, w in first.items()}
+        self.inner = _inner(list(self.parameters.values()))
+
+    def flat(self) -> Tensor:
+        return torch.cat([p.detach().reshape(-1) for p in self.parameters.values()])
+
+    def give(self, gradient: Tensor) -> None:
+        for p, g in zip(self.parameters.values(), SIZE.views(gradient).values()):
+            p.grad = g[0].clone()
+
+    def gradient(self) -> Tensor:
+        return torch.cat([p.grad.reshape(-1) for p in self.parameters.values() if p.grad is not None])[None]
+
+
+class _Stacked:
+    """All sites."""
+
+    def __init__(self, sites: int) -> None:
+        self.parameter = nn.Parameter(SIZE.initial(0).repeat(sites, 1))
+        self.inner = _inner([self.parameter])
+
+    def gradients(self, step: int) -> Tensor:
+        rows = self.parameter.detach()
+        return torch.cat([_gradient(row, step, site) for site, row in enumerate(rows)])
+
+
+def stacked_sites_are_local_steps() -> None:
+    """Anchors, weights and bytes of every table; and the batched pass has the gradients of single ones."""
+    for name, (table, every) in TABLES.items():
+        real = _Real()
+        local = LocalSteps(real.parameters.items(), real.inner, table_of(table, every))
+        for step in range(STEPS):
+            gradient = _gradient(real.flat(), step, dist.get_rank())
+            clip(gradient)
+            real.give(gradient)
+            real.inner.step()
+            local.step()
+        own = real.flat()
+        local.finish()
+        anchor, sent = real.flat(), local.summary().sent
+        local.close()
+        if dist.get_rank():  # all sites are run by the first one; the others have nothing left to do
+            continue
+        stacked = _Stacked(dist.get_world_size())
+        sites = LocalSites(stacked.parameter.data, table_of(table, every), SIZE)
+        for step in range(STEPS):
+            gradients = stacked.gradients(step)
+            clip(gradients)
+            stacked.parameter.grad = gradients
+            stacked.inner.step()
+            sites.step()
+        exact = name == "diloco"  # the backend adds in an order of its own
+        found = {"own": stacked.parameter.detach()[0].clone()}
+        sites.finish()
+        found["anchor"] = sites.at_anchor()
+        check_equal(name, {"own": own, "anchor": anchor}, found, tolerance=1e-5 if exact else 0.0)
+        check(sites.bytes <= sent <= sites.bytes + 4096, f"{name}: {sites.bytes} bytes counted, {sent} sent")
+
+
+def stacked_gradients_are_a_reducer() -> None:
+    """The per-step wire of four bits, and the batched pass beside single ones."""
+    real, reduction = _Real(), per_step_wire("max")
+    reducer = Reducer(real.parameters.items(), reduction.collective)
+    sites = dist.get_world_size()
+    stacked, wire = _Stacked(sites), PerStep(reduction, SIZE, sites)
+    for step in range(4):
+        real.give(_gradient(real.flat(), step, dist.get_rank()))
+        reducer.finish()
+        mean = real.gradient()
+        clip(mean)
+        real.give(mean)
+        real.inner.step()
+        gradients = stacked.gradients(step)
+        wire.average(gradients)
+        clip(gradients)
+        stacked.parameter.grad = gradients
+        stacked.inner.step()
+    check_equal("weights", {"": real.flat()}, {"": stacked.parameter.detach()[0]}, tolerance=0.0)
+    sent = reducer.summary().sent
+    check(wire.bytes <= sent <= wire.bytes + 4096, f"{wire.bytes} bytes counted, {sent} sent")
+    reducer.close()
+    weights = {name: w.detach().requires_grad_() for name, w in SIZE.views(stacked.parameter.detach()).items()}
+    rows = torch.cat([_rows(9, site) for site in range(sites)])
+    batched = torch.autograd.grad(losses(weights, rows, SIZE).sum(), list(weights.values()))
+    together = torch.cat([g.flatten(1) for g in batched], 1)
+    check_equal("gradients", {"": stacked.gradients(9)}, {"": together}, tolerance=1e-4)
+
+
+CASES = [stacked_sites_are_local_steps, stacked_gradients_are_a_reducer]

@@ -139,7 +139,8 @@ def pipeline(rank: int, size: int) -> None:
             with stage.step(ids=ids.tolist()):
                 schedule.step(*([x[ids]] if rank == 0 else []), **({"target": y[ids]} if rank else {}))
             optimiser.step()
-    answer = schedule.eval(*([x[:HELD_OUT]] if rank == 0 else []), **({"target": y[:HELD_OUT]} if rank else {}))
+    with stage.step(train=False, shape=x[:HELD_OUT].shape):
+        answer = schedule.eval(*([x[:HELD_OUT]] if rank == 0 else []), **({"target": y[:HELD_OUT]} if rank else {}))
     if answer is not None:
         right = (answer.argmax(1) == y[:HELD_OUT]).float().mean()
         ratio = stage.pipeline.stats.raw_bytes / stage.pipeline.stats.backward_bytes

@@ -12,6 +12,7 @@ import pytest
 
 from thinwire.doctor import pipeline
 from thinwire.errors import UsageError
+from thinwire.torch_private.pipelining import OpenStage
 from thinwire.torch_private.versions import NEWEST, OLDEST, REQUIREMENT, TRIED, is_tried, require
 
 ROOT = Path(__file__).parent.parent
@@ -63,6 +64,20 @@ def test_names_are_found_in_classes_modules_and_objects():
         r"pip install 'torch>=2\.11,<2\.\d+'",
         str(refusal.value),
     )
+
+
+def test_what_torch_2_11_refuses_outside_a_bracket_is_one_line(monkeypatch):
+    """That version compares every batch with the first; others have no such check."""
+
+    def compare(stage, args, kwargs):
+        raise RuntimeError("expected (16, 8), actual (90, 8)")
+
+    monkeypatch.setattr(OpenStage.__base__, "_validate_fwd_input", compare, raising=False)
+    stage = OpenStage.__new__(OpenStage)
+    with pytest.raises(UsageError, match=r"actual \(90, 8\): outside a bracket .* `with stage\.step\(train=False"):
+        stage._validate_fwd_input((), {})
+    monkeypatch.setattr(OpenStage, "knows_shapes", lambda stage: True)
+    stage._validate_fwd_input((), {})
 
 
 def private_names(tree: ast.AST) -> set[str]:

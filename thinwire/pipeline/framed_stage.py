@@ -31,7 +31,7 @@ class FramedStage(PlannedStage):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._receives: dict[tuple[str, int], list[Receive]] = {}
-        self._sent: dict[int, list[tuple[Spec, bool]]] = {}  # outputs by micro-batch, and whether they need gradients
+        self._sent: dict[int, list[tuple[Spec, bool]]] = {}  # outputs by micro-batch, and whether they get gradients
 
     # --- what torch asks for
 
@@ -81,7 +81,7 @@ class FramedStage(PlannedStage):
         output = super().forward_one_chunk(fwd_chunk_id, args, *more, **kwargs)
         if not self.is_last:
             outputs = output if isinstance(output, (tuple, list)) else (output,)
-            self._sent[fwd_chunk_id] = [((tuple(o.shape), o.dtype), o.requires_grad) for o in outputs]
+            self._sent[fwd_chunk_id] = [((tuple(o.shape), o.dtype), self.gets_gradient(o)) for o in outputs]
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ class FramedStage(PlannedStage):
         gradients = self._decoded("backward", bwd_chunk_id)
         if gradients is not None:
             remaining = iter(gradients)
-            per_output = [next(remaining) if needed else None for _, needed in self._sent[bwd_chunk_id]]
+            per_output = [next(remaining) if gets_one else None for _, gets_one in self._sent[bwd_chunk_id]]
             self.set_local_bwd_input(tuple(per_output), bwd_chunk_id)
         if self.owner is not None:
             self.owner.backward_began()
@@ -153,7 +153,7 @@ class FramedStage(PlannedStage):
         """Torch's own operations that would receive a micro-batch, and the shapes that will arrive."""
         ops = self.would_receive(direction, chunk)
         if direction == "backward":
-            return ops, [spec[0] for spec, needed in self._sent.get(chunk, ()) if needed]
+            return ops, [spec[0] for spec, gets_one in self._sent.get(chunk, ()) if gets_one]
         shapes: list[tuple[int, ...]] = []
         for i, op in enumerate(ops):
             rows, *row = op.tensor.shape

@@ -6,6 +6,10 @@ Two ways of torch to keep the buffers that a stage receives in:
   To ask again, or to hand over a tensor, is an error while it is there. Frames arrive elsewhere, so here the buffers of
   torch's operations are given up at once, by torch's own way for receives that were never started.
 
+Two ways of torch to decide which outputs of a stage get a gradient back:
+- 2.11: all of them, whether or not anything before them trains.
+- since then: those that require one, which neighbours tell each other with the shapes.
+
 Results of forward (`fwd_cache` up to 2.14, `_forward_chunk_states` since 2.15) are not looked at: what a stage puts out
 is what `forward_one_chunk` returns.
 """
@@ -14,10 +18,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from thinwire.errors import UsageError
 from thinwire.torch_private.versions import require
 
 PIPELINE = "CompressedStage"
@@ -30,6 +37,7 @@ require(PIPELINE, PipelineScheduleSingle, "_stage", "_num_stages")
 BUFFERS_ON_DEMAND = hasattr(PipelineStage, "_clear_unlaunched_fwd_recv")  # since 2.15
 if BUFFERS_ON_DEMAND:
     require(PIPELINE, PipelineStage, "_clear_unlaunched_bwd_recv", "_get_p2p_group", "args_recv_info", "grad_recv_info")
+GRADIENT_PER_OUTPUT = not hasattr(PipelineStage, "_forward_metadata_inference")  # 2.11
 
 
 class OpenStage(PipelineStage):
@@ -46,6 +54,10 @@ class OpenStage(PipelineStage):
         """Torch 2.11 greets every neighbour with a message, in V-shaped schedules itself too, which Gloo cannot."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
+    def gets_gradient(self, output: Tensor) -> bool:
+        """Will the next stage send a gradient for this output?"""
+        return GRADIENT_PER_OUTPUT or output.requires_grad
+
     def knows_shapes(self) -> bool:
         """Is the shape of this batch agreed on already? Then it need not be the first one's; for subclasses."""
         return False
@@ -54,7 +66,13 @@ class OpenStage(PipelineStage):
         """Only in torch 2.11, which wants every batch in the shape of the first."""
         inside: Any = super()
         if not self.knows_shapes():
-            inside._validate_fwd_input(args, kwargs)
+            try:
+                inside._validate_fwd_input(args, kwargs)
+            except RuntimeError as error:
+                raise UsageError(
+                    f"{error}: outside a bracket torch {torch.__version__} takes batches in the shape of the first "
+                    "only: write `with stage.step(train=False, shape=x.shape): schedule.eval(x)`"
+                ) from error
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
         """Likewise."""

@@ -65,6 +65,19 @@ class CompressedFSDP(Handle):
         self.padded = {name: padded_numel(p) for name, p in parameters.items()}
         self.shard = f"shard{mesh.get_local_rank()}of{mesh.size()}"
         self.backward: Backward | None = None
+        self.ends_later = False  # in outside_backward
+
+    @contextmanager
+    def outside_backward(self) -> Iterator[None]:
+        """Bracket a `schedule.step` of torch's pipelining: it lets FSDP reduce after backward, not within. The means are
+        in `.grad` when the bracket ends."""
+        self.ends_later = True
+        try:
+            yield
+            if self.backward is not None:
+                self._end_backward()
+        finally:
+            self.ends_later, self.backward = False, None
 
     @contextmanager
     def step(self, ids: Sequence[int] | None = None, train: bool = True) -> Iterator[Self]:
@@ -126,7 +139,8 @@ class CompressedFSDP(Handle):
         held = {name: parameter.grad for name, parameter in self.parameters.items()}
         for parameter in self.parameters.values():
             parameter.grad = None
-        at_end_of_backward(self._end_backward)
+        if not self.ends_later:
+            at_end_of_backward(self._end_backward)
         return Backward(held)
 
     def _end_backward(self) -> None:

@@ -1,6 +1,6 @@
 """The public names of the adapters to torch, each imported from its room when it is first used.
 
-Data parallel: `compress_ddp`, `compress_fsdp`, `compress_trainer`, `Reducer`, `TiedEmbedding`, `TiedRows`,
+Data parallel: `compress_ddp`, `compress_fsdp`, `compress_trainer`, `compress_titan`, `Reducer`, `TiedEmbedding`, `TiedRows`,
 `RowEmbedding`, `all_reduce`, `read_state`. Between sites: `LocalSteps`, `local_steps`. Pipeline: `CompressedStage`,
 `Pipeline`, `Plan`; boundaries that learn: `Projected`, `Boundaries`,
 `attach_boundaries`.
@@ -16,6 +16,7 @@ _HOME = {
     "compress_ddp": "thinwire.data_parallel.ddp",
     "compress_fsdp": "thinwire.data_parallel.fsdp",
     "compress_trainer": "thinwire.data_parallel.trainers",
+    "compress_titan": "thinwire.parallel.titan",
     "TiedEmbedding": "thinwire.data_parallel.tied_embedding",
     "TiedRows": "thinwire.data_parallel.tied_rows",
     "RowEmbedding": "thinwire.data_parallel.tied_embedding",

@@ -11,6 +11,7 @@ from thinwire.data_parallel.tied_rows import TiedRows as TiedRows
 from thinwire.data_parallel.trainers import compress_trainer as compress_trainer
 from thinwire.local_steps.local_steps import LocalSteps as LocalSteps
 from thinwire.local_steps.trainers import local_steps as local_steps
+from thinwire.parallel.titan import compress_titan as compress_titan
 from thinwire.pipeline.message_choice import Plan as Plan
 from thinwire.pipeline.pipeline import Pipeline as Pipeline
 from thinwire.pipeline.stage import CompressedStage as CompressedStage

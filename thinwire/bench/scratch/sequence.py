@@ -77,6 +77,7 @@ class Sequence:
             if gradient is not None and microbatches > 1:
                 gradient /= microbatches
         for lane in lanes:
+            lane.resolve_checks()
             lane.end_step(keep=True)
         return total / microbatches
 
@@ -90,12 +91,12 @@ class Sequence:
 
     @torch.no_grad()
     def evaluate(self, x: Tensor) -> Tensor:
-        """The output, with nothing coded; what lies outside of learned boundaries is lost as in training."""
+        """The output, float32, with nothing coded; what lies outside of learned boundaries is lost as in training."""
         tokens = x
         with self.mixed:
             for stage in self.stages:
                 x = stage(x) if self.boundaries is None else stage(x, tokens=tokens)
-        return x
+        return x.float()  # a loss in bfloat16 would have two digits
 
     def sent(self) -> int:
         """Bytes over all boundaries so far, both ways, those of learned boundaries' own parameters not counted."""

@@ -12,7 +12,6 @@ from thinwire.kernels.gpu import delta as gpu_delta
 from thinwire.kernels.gpu import indices as gpu_indices
 from thinwire.kernels.gpu import quantize as gpu_quantize
 from thinwire.kernels.gpu import radix as gpu_radix
-from thinwire.kernels.gpu import seal as gpu_seal
 from thinwire.kernels.gpu import select as gpu_select
 from thinwire.kernels.gpu import sign as gpu_sign
 from thinwire.kernels.gpu.launch import tiling
@@ -49,18 +48,21 @@ def ways() -> Iterator[Way]:
                 yield Way(name, how, dtype, ((module, "encode_tiling", chosen),))
         yield Way("scatter add 1 %", "own", dtype, ())
         for size in (512, 1024, 2048, 4096):
-            yield Way("scatter add 1 %", f"size {size}", dtype, ((gpu_select, "SIZE", size),))
+            yield Way("scatter add 1 %", f"size {size}", dtype, ((gpu_select, "ADD", size),))
         for name in ("histogram", "kth magnitude 1 %", "top 1 %"):
             yield Way(name, "own", dtype, ())
             for size, window in ((8192, 128), (16384, 128), (4096, 256), (8192, 64)):
                 patches = (gpu_radix, "SIZE", size), (gpu_radix, "WINDOW", window)
                 if name == "histogram":
                     yield Way(name, f"size {size} window {window}", dtype, patches)
-    for name, module in (("checksum", gpu_checksum), ("inspect", gpu_seal)):
+    for name in ("checksum", "inspect"):
         yield Way(name, "own", torch.uint8, ())
-        for words, warps in ((2048, 4), (4096, 4), (8192, 4), (16384, 8), (16384, 16), (32768, 16)):
-            patches = (module, "WORDS", words), (module, "WARPS", warps)
-            yield Way(name, f"words {words} warps {warps}", torch.uint8, patches)
+        for rows, warps, programs in (
+            (8, 4, 1056), (8, 4, 528), (4, 4, 2048), (16, 4, 2048), (8, 8, 1056), (4, 8, 1056), (4, 8, 2048), (8, 2, 2048),
+        ):  # fmt: skip
+            values = (("ROWS", rows), ("WARPS", warps), ("PROGRAMS", programs))
+            patches = tuple((gpu_checksum, attribute, value) for attribute, value in values)
+            yield Way(name, f"rows {rows} warps {warps} programs {programs}", torch.uint8, patches)
     yield Way("decode indices 1 %", "own", F32, ())
     for size, warps in ((256, 2), (256, 4), (512, 4), (64, 1)):
         patches = (gpu_indices, "BYTES", size), (gpu_indices, "WARPS", warps)

@@ -1,4 +1,7 @@
-"""The checksum in Triton: 64-bit products summed in halves per program, programs added by integer atomics."""
+"""The checksum in Triton: a program sums 64-bit products in halves, over tiles of words, and adds its residue once.
+
+Residues and programs are added in one number, so that the program that comes last has the sum (`added`).
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,25 @@ import triton.language as tl
 
 from thinwire.kernels import checksum as layout
 from thinwire.kernels.gpu.launch import launch, signed
-from thinwire.kernels.gpu.scalar import hash32_near
-from thinwire.kernels.gpu.scratch import zero_counters
+from thinwire.kernels.gpu.scalar import golden, hash_start, hash_sum
+from thinwire.kernels.gpu.scratch import zero_counter
 from thinwire.kernels.random import split
 
-WORDS, WARPS = 8192, 8  # 32-bit words a program sums
+ROWS, WARPS = 8, 4  # a tile: so many times 16 bytes a thread
+PROGRAMS = 2048  # at most
+COUNT = tl.constexpr(44)  # a sum of 2^11 residues has 43 bits: the number of programs that have added stands above
 KEYS = tuple(map(signed, split(layout.SEED)))
 PRIME = tl.constexpr(layout.PRIME)
 
 
 @triton.jit
-def words_of(data, first, size, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
-    """uint32[WORDS] from word `first`; bytes beyond the end are zero."""
-    word = first + tl.arange(0, WORDS)
-    if ALIGNED and 4 * (first + WORDS) <= size:
+def words_of(data, first, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr):
+    """uint32[ROWS, COLUMNS] from word `first`; bytes beyond the end are zero."""
+    word = first + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    if ALIGNED and 4 * (first + ROWS * COLUMNS) <= size:
         words = tl.load(data.to(tl.pointer_type(tl.uint32)) + word)
     else:
-        words = tl.zeros([WORDS], tl.uint32)
+        words = tl.zeros([ROWS, COLUMNS], tl.uint32)
         for i in tl.static_range(4):
             byte = tl.load(data + 4 * word + i, mask=4 * word + i < size, other=0)
             words |= byte.to(tl.uint32) << (8 * i)
@@ -32,43 +37,62 @@ def words_of(data, first, size, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def residue(words, first, k0, k1, WORDS: tl.constexpr):
-    """Their weighted sum modulo the prime, words from word `first` on, a multiple of WORDS."""
-    h = hash32_near(first, tl.arange(0, WORDS), k0, k1)
-    weight = h + tl.where(h >= PRIME - 1, 7, 1).to(tl.uint32)  # 2³² − (p − 1) = 6: as 32 bits that is 1 + h mod (p − 1)
-    product = words.to(tl.uint64) * weight.to(tl.uint64)
-    low, high = tl.sum(product & 0xFFFFFFFF), tl.sum(product >> 32)
-    return (high * 5 + low) % PRIME  # 2³² ≡ 5; both sums are below 2⁴⁵
+def weight(h):
+    """1 + h mod (p − 1), of 32 bits: 2³² − (p − 1) is 6."""
+    return h + tl.where(h >= PRIME - 1, 7, 1).to(tl.uint32)
 
 
 @triton.jit
-def added(state, part, size, programs):
-    """(the checksum, is this program the last): state is (sum, programs that have added), zeros before and after."""
-    tl.atomic_add(state, part.to(tl.int64), sem="relaxed")
-    last = tl.atomic_add(state + 1, 1) == programs - 1
-    total = tl.atomic_add(state, 0, sem="relaxed").to(tl.uint64)
+def residue(data, tile, step, size, k0, k1, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr):
+    """The weighted sum of tiles `tile`, `tile` + step … of the words, modulo the prime."""
+    low, high = tl.zeros([COLUMNS], tl.uint64), tl.zeros([COLUMNS], tl.uint64)
+    offset = golden(tl.arange(0, ROWS) * COLUMNS)[:, None] + golden(tl.arange(0, COLUMNS))[None, :]
+    first = tile.to(tl.int64) * (ROWS * COLUMNS)
+    while 4 * first < size:
+        words = words_of(data, first, size, ROWS, COLUMNS, ALIGNED)
+        product = words.to(tl.uint64) * weight(hash_sum(offset + hash_start(first, k0), k1)).to(tl.uint64)
+        low += tl.sum(product & 0xFFFFFFFF, axis=0)
+        high += tl.sum(product >> 32, axis=0)
+        first += step.to(tl.int64) * (ROWS * COLUMNS)
+    return (tl.sum(high) % PRIME * 5 + tl.sum(low)) % PRIME  # 2³² ≡ 5
+
+
+@triton.jit
+def added(state, part, programs):
+    """(the sum of all parts, is this program the last): state is zero before and after."""
+    before = tl.atomic_add(state, part.to(tl.int64) + (tl.full([], 1, tl.int64) << COUNT), sem="relaxed")
+    last = (before >> COUNT) == programs - 1
     if last:
-        tl.store(state + tl.arange(0, 2), tl.zeros([2], tl.int64))
-    return (total + size.to(tl.uint64)) % PRIME, last
+        tl.store(state, tl.zeros([], tl.int64))
+    return (before & ((tl.full([], 1, tl.int64) << COUNT) - 1)).to(tl.uint64) + part, last
 
 
 @triton.jit(do_not_specialize=["size", "programs", "k0", "k1"])
-def _checksum(data, state, out, size, programs, k0, k1, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
+def _checksum(
+    data, state, out, size, programs, k0, k1, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
     """out[0]: the checksum of `size` bytes."""
-    first = tl.program_id(0).to(tl.int64) * WORDS
-    words = words_of(data, first, size, WORDS, ALIGNED)
-    total, last = added(state, residue(words, first, k0, k1, WORDS), size, programs)
+    part = residue(data, tl.program_id(0), programs, size, k0, k1, ROWS, COLUMNS, ALIGNED)
+    total, last = added(state, part, programs)
     if last:
-        tl.store(out, total.to(tl.int64))
+        tl.store(out, ((total + size.to(tl.uint64)) % PRIME).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["size", "programs", "k0", "k1"])
-def _weighted_sum(data, totals, size, programs, k0, k1, WORDS: tl.constexpr, ALIGNED: tl.constexpr):
+def _row_sums(
+    data, totals, size, programs, k0, k1, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
     """totals[row] += the sum of a part of the row; `size` bytes and `programs` a row."""
-    row = (tl.program_id(0) // programs).to(tl.int64)
-    first = (tl.program_id(0) % programs).to(tl.int64) * WORDS
-    words = words_of(data + row * size, first, size, WORDS, ALIGNED)
-    tl.atomic_add(totals + row, residue(words, first, k0, k1, WORDS).to(tl.int64), sem="relaxed")
+    row, tile = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs
+    part = residue(data + row * size, tile, programs, size, k0, k1, ROWS, COLUMNS, ALIGNED)
+    tl.atomic_add(totals + row, part.to(tl.int64), sem="relaxed")
+
+
+def shaped(size):
+    """(programs for so many bytes, constants)."""
+    columns = 4 * 32 * WARPS
+    programs = min(PROGRAMS, max(triton.cdiv(size, 4 * ROWS * columns), 1))
+    return programs, {"ROWS": ROWS, "COLUMNS": columns, "warps": WARPS}
 
 
 def row_sums(rows):
@@ -76,18 +100,17 @@ def row_sums(rows):
     rows = rows.contiguous()
     count, size = rows.shape
     totals = torch.zeros(count, dtype=torch.int64, device=rows.device)
-    programs = triton.cdiv(size, 4 * WORDS)
+    programs, constants = shaped(size)
     aligned = rows.data_ptr() % 4 == 0 and (size % 4 == 0 or count == 1)
-    arguments = rows, totals, size, programs, *KEYS
-    launch(_weighted_sum, count * programs, *arguments, WORDS=WORDS, ALIGNED=aligned, warps=WARPS)
+    launch(_row_sums, count * programs, rows, totals, size, programs, *KEYS, ALIGNED=aligned, **constants)
     return totals
 
 
 def checksum(data):
-    """`checksum` of kernels/checksum.py, by one kernel: its last program has the sum."""
+    """`checksum` of kernels/checksum.py, by one kernel."""
     data, size = data.contiguous(), data.numel()
     out = torch.empty((), dtype=torch.int64, device=data.device)
-    programs = max(triton.cdiv(size, 4 * WORDS), 1)
-    arguments = data, zero_counters(data), out, size, programs, *KEYS
-    launch(_checksum, programs, *arguments, WORDS=WORDS, ALIGNED=data.data_ptr() % 4 == 0, warps=WARPS)
+    programs, constants = shaped(size)
+    arguments = data, zero_counter(data), out, size, programs, *KEYS
+    launch(_checksum, programs, *arguments, ALIGNED=data.data_ptr() % 4 == 0, **constants)
     return out

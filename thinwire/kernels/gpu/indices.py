@@ -12,10 +12,11 @@ import triton.language as tl
 
 from thinwire.kernels.bits import packed_bytes
 from thinwire.kernels.gpu.launch import launch
+from thinwire.kernels.gpu.scratch import true_flag
 from thinwire.kernels.indices import elias_fano_bytes, low_bits
 
 SIZE = 1024  # indices a program handles
-BYTES, WARPS = 128, 2  # of a bit vector, that a program handles: eight lanes each, 16 a thread
+BYTES, WARPS = 512, 4  # of a bit vector, that a program handles: eight lanes each, 16 a thread
 
 
 @triton.jit(do_not_specialize=["k", "base", "low"])
@@ -87,23 +88,29 @@ def _place(high, lows, ends, index, size, low, k, RANKED: tl.constexpr, SIZE: tl
         tl.store(index + before + rank, start * 8 + value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["n", "k"])
-def _check(index, bad, n, k, SIZE: tl.constexpr):
-    """Set bad[0] unless all are inside and ascending, and bring those outside to the edge."""
+@triton.jit(do_not_specialize=["n", "k", "last"])
+def _check(index, good, ends, n, k, last, COUNTED: tl.constexpr, SIZE: tl.constexpr):
+    """Make good[0] false unless all are inside and ascending (COUNTED: and ends[last] is k), and bring those outside to
+    the edge."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     value = tl.load(index + i, mask=i < k, other=0)
     outside = (i < k) & ((value < 0) | (value >= n))
     before = tl.load(index + i - 1, mask=(i < k) & (i > 0), other=-1)  # at the edge already, perhaps: it said so itself
     wrong = outside | ((i < k) & (i > 0) & (value <= before))
+    if COUNTED:
+        wrong = wrong | ((i == 0) & (tl.load(ends + last) != k))
     tl.store(index + i, tl.minimum(tl.maximum(value, 0), n - 1), mask=outside)
-    tl.atomic_or(bad, tl.max(wrong.to(tl.int32)), sem="relaxed")
+    ones = wrong.to(tl.int32)
+    tl.store(good + ones * 0, ones < 0, mask=ones > 0)
 
 
-def checked(index, n):
-    """(the indices, 0-d bool), without waiting for the card."""
-    k, bad = index.numel(), torch.zeros((), dtype=torch.int32, device=index.device)
-    launch(_check, triton.cdiv(k, SIZE), index, bad, n, k, SIZE=SIZE)
-    return index, bad == 0
+def checked(index, n, ends=None):
+    """(the indices, 0-d bool: they are good and, where `ends` is given, as many as its last), without waiting for the
+    card."""
+    k, good = index.numel(), true_flag(index)
+    arguments = index, good, index if ends is None else ends, n, k, 0 if ends is None else ends.numel() - 1
+    launch(_check, triton.cdiv(k, SIZE), *arguments, COUNTED=ends is not None, SIZE=SIZE)
+    return index, good
 
 
 def encode_bitmap(index, n):
@@ -136,7 +143,7 @@ def decode_elias_fano(wire, n, k):
 
 
 def _decoded(wire, cut, k, low, ranked):
-    """(int64[k], 0-d int64: how many there are in the message), without waiting for the card."""
+    """(int64[k]; int64[…]: ends in how many there are in the message), without waiting for the card."""
     high = wire[cut:]
     programs = triton.cdiv(high.numel(), BYTES)
     counts = torch.empty(programs, dtype=torch.int64, device=wire.device)
@@ -144,4 +151,4 @@ def _decoded(wire, cut, k, low, ranked):
     ends = counts.cumsum(dim=0)
     index = torch.empty(k, dtype=torch.int64, device=wire.device)
     launch(_place, programs, high, wire, ends, index, high.numel(), low, k, RANKED=ranked, SIZE=BYTES, warps=WARPS)
-    return index, ends[-1]
+    return index, ends

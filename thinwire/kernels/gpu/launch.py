@@ -22,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 
 TILE = 4096  # values a program handles: 32 a thread at four warps, enough loads in flight to fill the bus
+WORD = 1 << 31
 _compiled = {}  # everything that Triton compiles a kernel for → (the kernel, compiled, its constants in order)
 new_kernels = (
     "load"  # one that was not called before; "expect": also for messages at other addresses; "refuse": an error
@@ -63,7 +64,7 @@ def _run(kernel, programs, args, constants, warps, registers):
             key += (x.dtype, address % 16 == 0)
             values.append(address)
         else:
-            key.append(kind(x))
+            key.append((type(x) is int and -WORD <= x < WORD) or kind(x))  # most are small integers
             values.append(x)
     key = tuple(key)
     found = _compiled.get(key)

@@ -184,8 +184,10 @@ def encode_tiling(block, itemsize, mode):
     """As measured on an H200: 32 values a thread, in segments of 32 so that four lanes or eight share a block."""
     if mode == layout.LEAST_SQUARES:  # bound by arithmetic, and unrolled: fewer values a thread compile faster
         return tiling(block, line(itemsize), tile=2048)
+    if mode == layout.STOCHASTIC and itemsize == 2:
+        return tiling(block, 32, tile=2048, warps=2, registers=80)
     if mode == layout.STOCHASTIC:
-        return tiling(block, line(itemsize) // 2, registers=80)
+        return tiling(block, 16, tile=2048, warps=2, registers=64)
     return tiling(block, 32, tile=2048, warps=2, registers=64)
 
 

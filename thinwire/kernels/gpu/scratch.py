@@ -1,7 +1,7 @@
 """Small memory on a card that kernels find as they need it, without a launch that prepares it.
 
-Flags that are true are made many at a time. Counters that are zero stay with their stream, whose kernels run one after
-the other, and a kernel that used them leaves zeros. A CUDA graph that is being captured gets memory of its own, which
+Flags that are true are made many at a time. A counter that is zero stays with its stream, whose kernels run one after
+the other, and a kernel that used it leaves zero. A CUDA graph that is being captured gets memory of its own, which
 its replays prepare: they may run beside the stream it was captured on.
 """
 
@@ -12,7 +12,7 @@ from triton.runtime import driver
 
 FLAGS, APART = 256, 16  # made at a time; bytes from one to the next: Triton compiles for the alignment of an address
 _flags = {}  # (card, stream) → flags that nobody has
-_zeros = {}  # (card, stream) → int64[2]
+_zeros = {}  # (card, stream) → int64[1]
 
 
 def true_flag(like):
@@ -29,14 +29,14 @@ def true_flag(like):
     return flag
 
 
-def zero_counters(like):
-    """int64[2] of zeros on the device of `like`, for one kernel of the current stream that leaves zeros."""
+def zero_counter(like):
+    """int64[1], a zero on the device of `like`, for one kernel of the current stream that leaves a zero."""
     where = _stream(like)
     if where is None:
-        return torch.zeros(2, dtype=torch.int64, device=like.device)
+        return torch.zeros(1, dtype=torch.int64, device=like.device)
     found = _zeros.get(where)
     if found is None:
-        found = _zeros[where] = torch.zeros(2, dtype=torch.int64, device=like.device)
+        found = _zeros[where] = torch.zeros(1, dtype=torch.int64, device=like.device)
     return found
 
 

@@ -1,6 +1,7 @@
 """Headers with checksums (codecs/frame.py) in Triton: written, or compared with the expected one, by one kernel each.
 
-All programs add up the message; the one that comes last has the sum, and writes the header, or the verdict.
+All programs add up the message; the one that comes last has the sum, and writes the header, or the verdict. A header
+that is to be written is summed as the memory holds it, and the last program puts that right.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels import checksum as layout
-from thinwire.kernels.gpu.checksum import KEYS, PRIME, WARPS, WORDS, added, residue, words_of
+from thinwire.kernels.gpu.checksum import KEYS, PRIME, added, residue, shaped
 from thinwire.kernels.gpu.launch import launch, signed
-from thinwire.kernels.gpu.scratch import zero_counters
+from thinwire.kernels.gpu.scratch import zero_counter
 
 OWN = tl.constexpr(3)  # the word that holds the checksum
-WEIGHT = tl.constexpr(layout.weight(3))
+WEIGHTS = tl.constexpr(tuple(layout.weight(word) for word in range(4)))
 
 
 @triton.jit
@@ -30,22 +31,29 @@ def _get(frame, word):
     return tl.sum(byte << (tl.arange(0, 4) * 8).to(tl.uint32))
 
 
+@triton.jit
+def _product(word, WEIGHT: tl.constexpr):
+    """Of a 32-bit word and a weight, modulo the prime."""
+    return word.to(tl.uint64) * tl.full([], WEIGHT, tl.uint64) % PRIME
+
+
 @triton.jit(do_not_specialize=["size", "programs", "w0", "w1", "w2", "flag", "k0", "k1"])
 def _seal(
     frame, state, finite, size, programs, w0, w1, w2, flag, k0, k1,
-    FLAGGED: tl.constexpr, WORDS: tl.constexpr, ALIGNED: tl.constexpr,
+    FLAGGED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Words w0 (with FLAGGED: plus flag, unless finite[0]), w1, w2 and the checksum before the body."""
-    first = tl.program_id(0).to(tl.int64) * WORDS
-    words = words_of(frame, first, size, WORDS, ALIGNED)
-    begins = w0.to(tl.uint32)
-    if FLAGGED:
-        begins += tl.where(tl.load(finite), 0, flag).to(tl.uint32)
-    place = first + tl.arange(0, WORDS)
-    header = tl.where(place == 0, begins, tl.where(place == 1, w1.to(tl.uint32), w2.to(tl.uint32)))
-    words = tl.where(place < OWN, header, tl.where(place == OWN, 0, words))
-    total, last = added(state, residue(words, first, k0, k1, WORDS), size, programs)
+    part = residue(frame, tl.program_id(0), programs, size, k0, k1, ROWS, COLUMNS, ALIGNED)
+    total, last = added(state, part, programs)
     if last:
+        begins = w0.to(tl.uint32)
+        if FLAGGED:
+            begins += tl.where(tl.load(finite), 0, flag).to(tl.uint32)
+        for word in tl.static_range(4):
+            total += PRIME - _product(_get(frame, word), WEIGHTS[word])
+        total += _product(begins, WEIGHTS[0]) + _product(w1.to(tl.uint32), WEIGHTS[1])
+        total = (total + _product(w2.to(tl.uint32), WEIGHTS[2]) + size.to(tl.uint64)) % PRIME
+        tl.debug_barrier()  # all have read what is written over
         _put(frame, 0, begins)
         _put(frame, 1, w1.to(tl.uint32))
         _put(frame, 2, w2.to(tl.uint32))
@@ -54,17 +62,18 @@ def _seal(
 
 @triton.jit(do_not_specialize=["size", "programs", "w0", "w1", "w2", "flag", "k0", "k1"])
 def _inspect(
-    frame, state, verdict, size, programs, w0, w1, w2, flag, k0, k1, WORDS: tl.constexpr, ALIGNED: tl.constexpr
+    frame, state, verdict, size, programs, w0, w1, w2, flag, k0, k1,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """verdict: is this the expected header (flag set or not) and the right checksum; is the flag not set?"""
-    first = tl.program_id(0).to(tl.int64) * WORDS
-    words = words_of(frame, first, size, WORDS, ALIGNED)
-    total, last = added(state, residue(words, first, k0, k1, WORDS), size, programs)
+    part = residue(frame, tl.program_id(0), programs, size, k0, k1, ROWS, COLUMNS, ALIGNED)
+    total, last = added(state, part, programs)
     if last:
         plain, flagged = w0.to(tl.uint32), w0.to(tl.uint32) | flag.to(tl.uint32)
-        begins, stored = _get(frame, 0), _get(frame, OWN).to(tl.uint64)
+        begins, stored = _get(frame, 0), _get(frame, OWN)
         good = (_get(frame, 1) == w1.to(tl.uint32)) & (_get(frame, 2) == w2.to(tl.uint32)) & (stored < PRIME)
-        good = good & ((begins == plain) | (begins == flagged)) & (total == stored * (WEIGHT + 1) % PRIME)
+        own = (_product(stored, WEIGHTS[3]) + stored.to(tl.uint64)) % PRIME
+        good = good & ((begins == plain) | (begins == flagged)) & ((total + size.to(tl.uint64)) % PRIME == own)
         tl.store(verdict, good)
         tl.store(verdict + 1, ((begins ^ flagged) & 0xFF00) != 0)
 
@@ -83,11 +92,7 @@ def inspect(frame, words, flag):
 
 
 def _launch(kernel, frame, other, words, flag, **constants):
-    programs = triton.cdiv(frame.numel(), 4 * WORDS)
-    state = zero_counters(frame)
+    programs, shape = shaped(frame.numel())
     numbers = *map(signed, words), flag, *KEYS
-    aligned = frame.data_ptr() % 4 == 0
-    launch(
-        kernel, programs, frame, state, other, frame.numel(), programs, *numbers,
-        **constants, WORDS=WORDS, ALIGNED=aligned, warps=WARPS,
-    )  # fmt: skip
+    arguments = frame, zero_counter(frame), other, frame.numel(), programs, *numbers
+    launch(kernel, programs, *arguments, **constants, ALIGNED=frame.data_ptr() % 4 == 0, **shape)

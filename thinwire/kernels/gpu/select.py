@@ -19,7 +19,8 @@ from thinwire.kernels.gpu.scalar import MAGNITUDE, bits_of, narrow, widen
 
 __all__ = ["histogram", "kth_magnitude", "scatter_add", "select", "select_into", "top"]
 
-SIZE, MARK_WARPS = 8192, 8  # values a program marks, or entries it adds
+SIZE, MARK_WARPS = 8192, 8  # values a program marks
+ADD = 512  # entries a program adds
 TILE, PLACE_WARPS = 16384, 1  # values whose entries a program places; SIZE divides TILE
 GROUP = 256  # tiles counted together: a program adds up the groups before its own, then the tiles before it
 
@@ -198,5 +199,5 @@ def _written(x, marked, limit, index, values, ties=False):
 def scatter_add(out, index, values):
     """An index outside `out` is skipped: to raise would need a host synchronisation."""
     k = index.numel()
-    launch(_scatter_add, triton.cdiv(k, SIZE), out, index, values, out.numel(), k, SIZE=SIZE)
+    launch(_scatter_add, triton.cdiv(k, ADD), out, index, values, out.numel(), k, SIZE=ADD)
     return out

@@ -164,7 +164,7 @@ def main() -> None:
         done = {(row["codec"], row["kind"], row["seed"]) for row in read(path)}
         jobs = [("", "exact", s) for s in range(seeds)]
         jobs += [(codec, kind, s) for codec in args.codecs.split(",") for s in range(seeds) for kind in KINDS[1:]]
-        context = multiprocessing.get_context("fork")  # this process does not use the card itself
+        context = multiprocessing.get_context("spawn")
         card = shared_card(args.device) if args.device == "cuda" else nullcontext()
         with card, ProcessPoolExecutor(args.parallel, mp_context=context) as pool:
             rest = [job for job in jobs if job not in done]

@@ -63,6 +63,7 @@ def test_differences_are_paired(report) -> None:
     assert "| fp16 | 0.2* | 2.3567 | +1.00 ± 0.00 |" in report.markdown([dense, half])
 
 
+@pytest.mark.slow
 def test_tables_of_papers_are_made_by_their_commands(tmp_path: Path) -> None:
     """aqsgd.py and lazy_long.py on tiny data of their own; a second call finds all runs and makes none."""
 
@@ -77,7 +78,7 @@ def test_tables_of_papers_are_made_by_their_commands(tmp_path: Path) -> None:
     assert len(rows) == 2 * (1 + 2 * 3) and first.count("| ours 3/3 | 2 |") == 2  # a rate more, then two seeds of three
     assert all(row["held_out"][-1] < row["held_out"][0] for row in rows)
     exact, ours = (next(r["bytes"][-1] for r in rows if r["wire"] == wire) for wire in ("fp32", "ours 3/3"))
-    assert 6 * ours["forward"] < exact["forward"] and 6 * ours["backward"] < exact["backward"]
+    assert 5 * ours["forward"] < exact["forward"] and 9 * ours["backward"] < exact["backward"]
     again = made("quality/aqsgd.py", "--tasks", "sst2,wikitext")
     assert "rate 0.003, seed" not in again and again.count("| ours 3/3 | 2 |") == 2
     assert "| rank 16 | lazy | 2 |" in made("card/lazy_long.py") and "cosine" in made("card/lazy_long.py", "--table")

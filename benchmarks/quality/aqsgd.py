@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "card"))
 os.environ.setdefault("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or a question about cards forbids them to forked workers
 
@@ -195,7 +194,8 @@ def places(args: argparse.Namespace, out: Path, began: float) -> dict[str, Place
         (out / "sentences.tsv").write_text(tiny_sentences())
         data = [str(out / "sentences.tsv") if TASKS[task].kind == "classify" else "" for task in tasks]
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:  # its threads end with it
-        models = [pool.submit(as_folder, m, str(out), print).result() if is_gguf(m) else m for m in models]
+        folders = [pool.submit(as_folder, m, str(Path(m).parent), print) if is_gguf(m) else None for m in models]
+        models = [m if folder is None else folder.result() for m, folder in zip(models, folders)]
     found = {
         task: Place(model, one, args.device, began + args.budget)
         for task, model, one in zip(tasks, models, data, strict=True)

@@ -61,3 +61,35 @@ def test_differences_are_paired(report) -> None:
     assert half.rate == 0.2 and half.mean == pytest.approx(0.01) and half.interval == pytest.approx(0, abs=1e-12)
     assert half.verdict == "no" and half.ratio == 2
     assert "| fp16 | 0.2* | 2.3567 | +1.00 ± 0.00 |" in report.markdown([dense, half])
+
+
+@pytest.mark.slow
+def test_tables_of_papers_are_made_by_their_commands(tmp_path: Path) -> None:
+    """aqsgd.py and lazy_long.py on tiny data of their own; a second call finds all runs and makes none."""
+
+    def made(script: str, *more: str) -> str:
+        command = [sys.executable, str(BENCHMARKS.parent / script), "--quick", "--device", "cpu", "--parallel", "2"]
+        done = subprocess.run([*command, "--out", str(tmp_path), *more], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0 and "failed" not in done.stdout, done.stdout + done.stderr
+        return done.stdout
+
+    first = made("quality/aqsgd.py", "--tasks", "sst2,wikitext")
+    rows = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * (1 + 2 * 3) and first.count("| ours 3/3 | 2 |") == 2  # a rate more, then two seeds of three
+    assert all(row["held_out"][-1] < row["held_out"][0] for row in rows)
+    exact, ours = (next(r["bytes"][-1] for r in rows if r["wire"] == wire) for wire in ("fp32", "ours 3/3"))
+    assert 5 * ours["forward"] < exact["forward"] and 9 * ours["backward"] < exact["backward"]
+    again = made("quality/aqsgd.py", "--tasks", "sst2,wikitext")
+    assert "rate 0.003, seed" not in again and again.count("| ours 3/3 | 2 |") == 2
+    assert "| rank 16 | lazy | 2 |" in made("card/lazy_long.py") and "cosine" in made("card/lazy_long.py", "--table")
+
+
+def test_verdicts_are_of_the_whole_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from aqsgd_table import seconds, within
+
+    cases = {"yes": [0.1, 0.2, 0.15], "no": [2.0, 2.1, 2.2], "on average": [0.0, 0.9], "not on average": [0.0, 1.2]}
+    assert {name: within(values) for name, values in cases.items()} == {name: name for name in cases}
+    step = 16 * 256 * 576 * 4 * 3  # SmolLM2's activations, over three boundaries
+    found = seconds({"forward": step, "backward": step, "embedding": 2 * 4 * 49152 * 576}, 3e8)
+    assert found == pytest.approx(4.16, rel=0.05)  # as fp32 took on a card at 300 Mb/s (docs/papers.md)

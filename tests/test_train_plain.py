@@ -100,3 +100,13 @@ def test_dropout_goes_on_where_it_stopped(tmp_path):
     shutil.copytree(tmp_path / "whole/checkpoints/step-00000002", tmp_path / "part/checkpoints/step-00000002")
     torch.manual_seed(12345)
     assert trained(part, True)[0] == expected
+
+
+def test_evaluation_drops_nothing(tmp_path):
+    """Twice the same held-out loss; training still drops."""
+    trainer = Trainer(settings(tmp_path, model={"type": "gpt2", "dropout": 0.3}), say=lambda line: None)
+    assert trainer._evaluate() == trainer._evaluate()
+    batch, run = trainer.parts.batches.next(), trainer.parts.engine.run
+    losses = [float(run(batch, True)) for _ in range(2)]
+    assert losses[0] != losses[1]
+    trainer.parts.update.close()

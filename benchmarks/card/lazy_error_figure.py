@@ -11,6 +11,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from thinwire.quantities import half_interval
+
 COLOURS = {"3 bits": "C0", "rank 16": "C1"}
 MARKS = {30: "o", 300: "s", 3000: "^"}
 
@@ -95,5 +97,5 @@ def show(rows: list[dict[str, Any]], points: list[dict[str, Any]]) -> None:
             for kind in ("alone", "lazy", "auto", "centered"):
                 each = excess(rows, when, codec, kind)
                 if each:
-                    half = 4.303 * statistics.stdev(each) / len(each) ** 0.5 if len(each) > 1 else 0.0
+                    half = half_interval(each) or 0.0
                     print(f"{when} {codec} {kind}: {statistics.fmean(each):+.2f} ± {half:.2f}", each)

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "card"))
 os.environ.setdefault("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or a question about cards forbids them to forked workers
 
 import torch
 from aqsgd_table import tables
@@ -127,9 +127,8 @@ class Schedule:
 
 def run_all(args: argparse.Namespace, places: dict[str, Place], path: Path) -> None:
     schedule = Schedule(read(path), list(places), args.quick, [one for one in args.only.split(",") if one])
-    context = multiprocessing.get_context("fork")  # the models' libraries and the data are there already
     card = shared_card(args.device) if args.device == "cuda" else nullcontext()
-    with card, ProcessPoolExecutor(args.parallel, mp_context=context) as pool:
+    with card, workers(args, places) as pool:
         waiting: set[Future[Any]] = {pool.submit(train, job, places[job.task]) for job in schedule.next()}
         if args.device == "cuda":
             names = [name for name in WIRES if any(name in schedule.wires(task) for task in places)]
@@ -144,6 +143,28 @@ def run_all(args: argparse.Namespace, places: dict[str, Place], path: Path) -> N
                     keep(row, path)
                     schedule.found[Job(*(row[key] for key in Job._fields))] = row
             waiting |= {pool.submit(train, job, places[job.task]) for job in schedule.next()}
+
+
+def workers(args: argparse.Namespace, places: dict[str, Place]) -> ProcessPoolExecutor:
+    """Forked, so that libraries and data are there already; where the card refuses that, begun anew."""
+    fork = multiprocessing.get_context("fork")
+    if args.device == "cuda":
+        with ProcessPoolExecutor(1, mp_context=fork) as pool:
+            refused = pool.submit(touch, args.device).exception()
+        if refused is not None:
+            print(f"workers cannot be forked ({refused!r}): they begin anew", flush=True)
+            anew = multiprocessing.get_context("spawn")
+            return ProcessPoolExecutor(args.parallel, mp_context=anew, initializer=read_data, initargs=(places,))
+    return ProcessPoolExecutor(args.parallel, mp_context=fork)
+
+
+def touch(device: str) -> None:
+    torch.zeros(1, device=device)
+
+
+def read_data(places: dict[str, Place]) -> None:
+    for task, place in places.items():
+        CHECKED[task] = check(config(TASKS[task], "fp32", 0, 1e-4, place.model, place.data, place.device))
 
 
 def keep(row: dict[str, Any], path: Path) -> None:
@@ -172,13 +193,14 @@ def places(args: argparse.Namespace, out: Path, began: float) -> dict[str, Place
     if args.quick:
         (out / "sentences.tsv").write_text(tiny_sentences())
         data = [str(out / "sentences.tsv") if TASKS[task].kind == "classify" else "" for task in tasks]
-    models = [as_folder(model, str(out), print) if is_gguf(model) else model for model in models]
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:  # its threads end with it
+        folders = [pool.submit(as_folder, m, str(Path(m).parent), print) if is_gguf(m) else None for m in models]
+        models = [m if folder is None else folder.result() for m, folder in zip(models, folders)]
     found = {
         task: Place(model, one, args.device, began + args.budget)
         for task, model, one in zip(tasks, models, data, strict=True)
     }
-    for task, place in found.items():
-        CHECKED[task] = check(config(TASKS[task], "fp32", 0, 1e-4, place.model, place.data, place.device))
+    read_data(found)
     return found
 
 

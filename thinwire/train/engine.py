@@ -66,6 +66,7 @@ class Alone:
     ) -> Tensor | None:
         """This replica's loss; where `train`, gradients are added to .grad. `upcoming` and `done` are not used."""
         self.loss.labelled, batch = batch.labelled, on_device(self.device, batch)
+        self.stage.train(train)  # no dropout in evaluation
         total = torch.zeros((), device=self.device)
         with torch.set_grad_enabled(train):
             for part in batch.split(self.microbatches):
@@ -165,6 +166,8 @@ class Piped:
         pass then waits for `settle`.
         """
         self.loss.labelled, batch = batch.labelled, on_device(self.device, batch)
+        for part in self.parts:
+            part.submod.train(train)
         if not train:
             return self._evaluate(batch)
         losses: list[Tensor] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import multiprocessing
 import statistics
 import time
@@ -17,10 +16,10 @@ from thinwire.bench.scratch.ranks import measure
 from thinwire.bench.scratch.rows import DENSE, ROWS, Row
 from thinwire.bench.scratch.seconds import PUBLISHED_RATIO, Yardstick, bytes_per_token, seconds_per_step
 from thinwire.bench.scratch.training import steps_to, train
+from thinwire.quantities import half_interval
 from thinwire.terminal import progress, read_json, table, write_json
 
 Run = dict[str, Any]
-STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 95 %, by the number of seeds
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,13 +112,6 @@ def summed(runs: Sequence[Run]) -> list[Run]:
             "most": max(one["losses"][-1][0] for one in mine),
         })  # fmt: skip
     return out
-
-
-def half_interval(values: Sequence[float]) -> float | None:
-    """Half of a 95 % interval of the mean; None of fewer than two, or of more than the table has."""
-    if len(values) not in STUDENT:
-        return None
-    return STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def show(document: dict[str, Any], setup: Scratch) -> None:

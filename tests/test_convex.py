@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thinwire import cli
 from thinwire.codecs import Identity, Induced, Natural, NaturalDither, RandK, TopK
-from thinwire.theory import bits, bounds, checks, command, experiments, methods, problems, steps, two_stage
+from thinwire.theory import bits, bounds, checks, command, experiments, methods, problems, steps, summary, two_stage
 from thinwire.theory.checks import Check
 from thinwire.theory.experiments import Results
 from thinwire.theory.mixed import Mixed
@@ -206,6 +206,14 @@ def test_global_generators_are_left_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
     assert np.array_equal(numpy_before, np.random.get_state()[1])
     assert torch.get_num_threads() == threads
+
+
+def test_sweeps_take_all_seeds_but_the_slow_plotted_step() -> None:
+    tasks = [t for t in experiments.plan(("ridge",), [0, 1], quick=False) if t.figure in ("randk", "dither")]
+    taken = {t.label: t.make.args[2] for t in tasks}
+    assert len(tasks) == 3 * 3 + 3 * 3 - 1  # natural dithering with three levels is without it
+    assert all(seeds == ([0] if experiments.PLOTTED in label else [0, 1]) for label, seeds in taken.items())
+    assert summary._range([27.2, 45.1]) == "27 to 45" and summary._range([27.2]) == "27"
 
 
 def test_seeds_differ_in_run_step_and_worker() -> None:

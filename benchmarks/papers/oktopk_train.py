@@ -8,6 +8,7 @@ members of an in-process group, as it would between processes.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -72,11 +73,11 @@ class Gradients:
         self.task, self.weights, self.workers = task, weights, workers
         self.flat = torch.zeros(workers, weights.flat.numel(), device=task.device)
         self.losses = torch.zeros(workers, device=task.device)
-        self.how, self.graph = "eager", None
+        self.how, self.graph = "eager", None  # or a CUDA graph
         if task.is_static and task.device.type == "cuda":
             self.batch = [torch.empty_like(part) for part in example]
             self._take(example)
-            self.how = self._capture()
+            self._try_graphs()
 
     def __call__(self, batch: Batch) -> Tensor:
         if self.graph is not None:
@@ -101,27 +102,40 @@ class Gradients:
         torch.cat([part.reshape(-1) for part in parts], out=self.flat[worker])
         self.losses[worker].copy_(loss.detach())
 
-    def _capture(self) -> str:
-        """Workers as branches of one graph, which the card may run at once."""
+    def _try_graphs(self) -> None:
+        """Workers as branches of one graph, which the card may run at once; where that fails one after the other; where
+        that fails without a graph. What was used is in the run's row."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2):
-                for worker in range(self.workers):
-                    self._one(worker)
+            for worker in [*range(self.workers)] * 2:
+                self._one(worker)
         torch.cuda.current_stream().wait_stream(side)
+        for how in ("branches", "sequence"):
+            try:
+                self.graph = self._captured(how == "branches")
+            except RuntimeError as error:
+                print(f"no graph of {how}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            else:
+                self.how = how
+                return
+
+    def _captured(self, branches: bool) -> Any:
         torch.cuda.synchronize()
-        graph, branches = torch.cuda.CUDAGraph(), [torch.cuda.Stream() for _ in range(self.workers)]
+        graph = torch.cuda.CUDAGraph()
+        streams = [torch.cuda.Stream() for _ in range(self.workers)]
         with torch.cuda.graph(graph):
             main = torch.cuda.current_stream()
-            for worker, branch in enumerate(branches):
-                branch.wait_stream(main)
-                with torch.cuda.stream(branch):
+            for worker, stream in enumerate(streams):
+                if not branches:
                     self._one(worker)
-            for branch in branches:
-                main.wait_stream(branch)
-        self.graph = graph
-        return "graph"
+                    continue
+                stream.wait_stream(main)
+                with torch.cuda.stream(stream):
+                    self._one(worker)
+            for stream in streams if branches else ():
+                main.wait_stream(stream)
+        return graph
 
 
 def half(task: Task) -> Any:

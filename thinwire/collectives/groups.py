@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from thinwire.collectives.early import Early, PointToPoint
 from thinwire.collectives.members import Elastic, Members, TorchMembers
@@ -44,12 +43,6 @@ class Metered:
     members: Sequence[int] | None = None
     early: Early | None = None
     flows: PointToPoint | None = None
-
-    def note(self, source: int, to: int, total: Tensor) -> None:
-        """A message with that checksum went from rank `source` to rank `to`."""
-        if self.transit is not None:
-            members = self.members or range(self.transit.size)
-            self.transit.add(members[source], members[to], total)
 
 
 Group = dist.ProcessGroup | Members | Metered | Alone | None  # None: torch's default group

@@ -6,7 +6,6 @@ Every function takes what groups.py takes as a group, and counts what it sends w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from torch import Tensor
 from thinwire.codecs.base import raw_bytes
 from thinwire.collectives.early import Early, PointToPoint, Receives
 from thinwire.collectives.groups import Group, Metered, count_sent, members, world
-from thinwire.collectives.transit import checksum_of
 from thinwire.steps import Steps, finish
 
 BUCKET = 4  # peers a message is exchanged with before those of the next are waited for
@@ -70,8 +68,7 @@ class Swap:
                 work.wait()
             for source in sources:
                 yield source, self.incoming[source]
-        if is_checked(self.group):
-            _note_all(self.group, self.outgoing, self.incoming)
+        _note_all(self.group, self.outgoing, self.incoming)
         if self.early is not None:
             self.early.post_again(self.tag, self.sizes, self.rank)
 
@@ -135,8 +132,7 @@ def gather_steps(x: Tensor, group: Group) -> Steps[list[Tensor]]:
     out = [torch.empty_like(x) for _ in range(size)]
     count_sent(group, x.nbytes * (size - 1))
     members(group).all_gather(out, x.contiguous())
-    if is_checked(group):
-        _note_all(group, [x] * size, out)
+    _note_all(group, [x] * size, out)
     return out
 
 
@@ -193,19 +189,7 @@ def _goes_directly(x: Tensor, size: int) -> bool:
     return x.device.type == "cpu" and size <= (4 * DIRECT_MEMBERS if x.nbytes <= SMALL else DIRECT_MEMBERS)
 
 
-def is_checked(group: Group) -> TypeGuard[Metered]:
-    """Are checksums of messages kept?"""
-    return isinstance(group, Metered) and group.transit is not None
-
-
-def _note_all(group: Metered, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
-    """Messages to every member and from every member, in the order of members; empty ones are not sent."""
-    size, rank = world(group)
-    totals: dict[int, Tensor] = {}  # one message may go to many
-    for member in range(size):
-        if member != rank and outgoing[member].numel():
-            message = outgoing[member]
-            totals.setdefault(id(message), checksum_of(message))
-            group.note(rank, member, totals[id(message)])
-        if member != rank and incoming[member].numel():
-            group.note(member, rank, checksum_of(incoming[member]))
+def _note_all(group: Group, outgoing: list[Tensor], incoming: list[Tensor]) -> None:
+    """Messages to every member and from every member, in the order of members; where checksums of them are kept."""
+    if isinstance(group, Metered) and group.transit is not None:
+        group.transit.add_messages(outgoing, incoming, group.members or range(group.transit.size))

@@ -6,6 +6,8 @@ The backend's own all-reduce adds values on their way and cannot be checked so. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,17 @@ class Transit:
         """A message with that checksum (0-d) went from member `source` to member `to`; one of them is this one."""
         before = self.sums.get((source, to))
         self.sums[source, to] = total if before is None else (before * MIX + total) % PRIME
+
+    def add_messages(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], members: Sequence[int]) -> None:
+        """What was sent to each of `members` and what came from each, in their order; empty ones are not sent."""
+        totals: dict[int, Tensor] = {}  # one message may go to many
+        for member, sent, arrived in zip(members, outgoing, incoming):
+            if member != self.rank and sent.numel():
+                if id(sent) not in totals:
+                    totals[id(sent)] = checksum_of(sent)
+                self.add(self.rank, member, totals[id(sent)])
+            if member != self.rank and arrived.numel():
+                self.add(member, self.rank, checksum_of(arrived))
 
     def table(self, device: torch.device) -> Tensor:
         """uint8: every sum and its complement, zeros for those of others, and start anew. The maximum of all members'

@@ -37,6 +37,7 @@ class CompressedDDP(Handle):
         self.names = {id(p): name for name, p in reducer.parameters.items()}
         self.finds_unused = bool(model.find_unused_parameters or model.static_graph)
         self.one_device = len({p.device for p in reducer.parameters.values()}) == 1  # a pass ends with one future
+        self.wire_is_exact = not reducer.exchange.compressed
         self.pending: list[tuple[dist.GradBucket, torch.futures.Future[Tensor]]] = []  # of this pass
         self.arrived = 0  # parameters of this pass
         self.all_reduces: list[torch.futures.Future[list[Tensor]]] = []  # of this pass, where it is plain
@@ -84,10 +85,9 @@ class CompressedDDP(Handle):
 
     def _is_plain(self) -> bool:
         """Will DDP's own all-reduce do for the pass that begins? Where it is exact, and no residual is left."""
+        exact = self.wire_is_exact and not self.residual_loaded
         if self.auto is not None:
             exact = self.auto.begin_pass()
-        else:
-            exact = not self.reducer.exchange.compressed and not self.residual_loaded
         in_quorum = self.reducer.step_state.quorum is not None
         return exact and self.one_device and not self.reducer.bracketed and not in_quorum
 
@@ -98,7 +98,7 @@ class CompressedDDP(Handle):
                 mean = means[self.names[id(parameter)]]
                 if mean is not None:
                     gradient.copy_(mean.view(gradient.shape))
-        if not self.reducer.skipped and not self.reducer.bracketed:
+        if self.residual_loaded and not self.reducer.skipped and not self.reducer.bracketed:
             self.residual_loaded = False
         self._complete()
 

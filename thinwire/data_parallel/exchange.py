@@ -157,12 +157,12 @@ class Exchange:
         """`reduce`, stopping where it would wait for other ranks: other units can go on meanwhile."""
         if not self.is_open:
             self._begin_step()
+        channel = self.channels[unit]
+        residual = self.residuals_before[unit] = channel.state.read("e", unit.name)
         group = self.unit_groups.get((unit, exact or unit.exact), self.group)
         if group.early is not None:
             group.early.begin()
-        channel = self.channels[unit]
         self.averaged += x.numel()
-        residual = self.residuals_before[unit] = channel.state.read("e", unit.name)
         if not (exact or unit.exact):
             mean = yield from channel.reduce_steps(unit.name, x, group)
             left = channel.state.read("e", unit.name)

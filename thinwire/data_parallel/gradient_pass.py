@@ -52,11 +52,6 @@ class PassSetup:
     nonfinite: str
 
     @property
-    def ranks(self) -> int:
-        """Members of the group that is averaged over."""
-        return self.exchange.size
-
-    @property
     def fill_of_skipped(self) -> float:
         """What every value of a gradient is after a step that was rolled back."""
         return math.nan if self.nonfinite == "nan" else 0.0
@@ -148,7 +143,7 @@ class Pass:
         elif self.scale != 1:
             x = x.div_(self.scale)
         self.unit_means[unit] = x
-        if self.setup.ranks > 1:
+        if self.setup.exchange.size > 1:
             with self.setup.step.losses():
                 steps = self.setup.exchange.reduce_steps(unit, x, self.exact)
                 if not self._proceed(unit, steps):
@@ -193,7 +188,7 @@ class Pass:
         """Keep what the pass wrote, or drop it where the step is `skipped`; unused: parameters that no rank used."""
         self.buffers.clear()  # not before: agreeing has waited for a device that may still have been reading them
         self.means = {name: self._mean(name, skipped, name in unused) for name in self.setup.places}
-        if self.setup.ranks > 1 and not self.setup.step.dropped:
+        if self.setup.exchange.size > 1 and not self.setup.step.dropped:
             self.setup.exchange.finish_step()
         self.setup.step.end_pass(skipped)
         if self.deliver is not None:
@@ -213,7 +208,7 @@ class Pass:
 
     def _mean(self, name: str, skipped: bool, unused: bool) -> Tensor | None:
         unit, span, shape = self.setup.places[name]
-        if unused and not skipped and self.setup.ranks > 1:
+        if unused and not skipped and self.setup.exchange.size > 1:
             self.setup.exchange.restore_residual(unit, span)
         if unused:
             return None

@@ -45,16 +45,6 @@ def sparse_gradient(name: str, gradient: Tensor) -> UsageError:
     return UsageError(f"{name} has a gradient of {gradient.layout}: only dense ones are averaged (sparse=False)")
 
 
-def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
-    """UsageError where one of these parameters trains now: nobody averages it."""
-    for name, p in frozen.items():
-        if p.requires_grad:
-            raise UsageError(
-                f"{name} trains now and did not when thinwire was attached, so nobody averages it: wrap and attach "
-                "again after thawing (load_state_dict carries residuals over)"
-            )
-
-
 def buffer_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
     """In which gradients of these are averaged."""
     return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32

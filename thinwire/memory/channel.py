@@ -112,12 +112,14 @@ class Channel:
         same, or the check may be deferred (`resolve_checks`), and the caller then has to roll back.
         """
         key = self._checked(key)
+        later = nonfinite == "later" and self._may_defer(x.device)
         layout = self._layout(key, tuple(x.shape), x.dtype)
-        header = self._header(key, layout.kind)
         frame = torch.empty(framing.BYTES + layout.nbytes, dtype=torch.uint8, device=x.device)
         body = frame[framing.BYTES :]
-        later = nonfinite == "later" and self._may_defer(x.device)
         finite = self._coder().encode(layout, x, body, later)
+        if layout.warm is not None:
+            framing.write_warm(layout.warm, body)
+        header = self._header(key, layout.kind)
         if isinstance(finite, Tensor):
             self.deferred.add(key, None, finite)
             framing.seal(header, frame, finite)
@@ -130,7 +132,8 @@ class Channel:
             body.zero_()
             flagged = (header.kind & ~framing.REFRESH) | framing.NONFINITE  # x does not follow in full
             framing.seal(replace(header, kind=flagged), frame)
-        self._count(key, frame.numel(), x.nbytes)
+        self._advance(key)
+        self.stats.count(frame.numel(), x.nbytes)
         return frame
 
     def recv(
@@ -144,7 +147,8 @@ class Channel:
             y = self._recv_unchecked(key, wire, tuple(shape), dtype)
         else:
             y = self._recv(key, wire, tuple(shape), dtype)
-        self._count(key, wire.numel(), math.prod(shape) * dtype.itemsize)
+        self._advance(key)
+        self.stats.count(wire.numel(), math.prod(shape) * dtype.itemsize)
         return y
 
     def _recv(self, key: MessageKey, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -190,6 +194,7 @@ class Channel:
 
     def digests(self, keys: Sequence[Key]) -> Tensor:
         """int64[keys]: checksums of the keys' mirrors, for the two ends to compare; −1 where there is none."""
+        self.state.stores["h"].load(keys)  # whoever compares them reads them next
         out = torch.full((len(keys),), -1, dtype=torch.int64)
         alike: dict[tuple[torch.dtype, torch.Size, torch.device], list[tuple[int, Tensor]]] = {}
         for i, key in enumerate(keys):
@@ -287,11 +292,6 @@ class Channel:
     def _header(self, key: MessageKey, kind: int) -> framing.Header:
         name = key if isinstance(key, (str, int)) else tuple(key)
         return framing.Header(kind, self.counts.get(name, 0), self.step, framing.key_hash(name))
-
-    def _count(self, key: MessageKey, wire_bytes: int, raw_bytes: int) -> None:
-        """A message was sent or received."""
-        self.stats.count(wire_bytes, raw_bytes)
-        self._advance(key)
 
     def _advance(self, key: MessageKey) -> None:
         """The next message of these keys has another count, and so another seed."""

@@ -128,7 +128,7 @@ class KeyedCodec:
     # --- encoding
 
     def encode(self, layout: Layout, x: Tensor, into: Tensor, later: bool = False) -> Tensor | bool:
-        """x → the body in `into`, uint8[layout.nbytes]; is all of it finite? The state moves only where it is.
+        """x → the pieces in `into`, uint8[layout.nbytes]; is all of it finite? The state moves only where it is.
 
         `later`: without waiting for a card. The state moves in any case, to be rolled back by whoever reads the flag,
         which is a 0-d tensor on x's device.
@@ -143,8 +143,6 @@ class KeyedCodec:
                 else:
                     done.append((piece, part, self._encode_by_rule(piece, part, room, later)))
             start += piece.nbytes
-        if layout.warm is not None:
-            framing.write_warm(layout.warm, into)
         finite = _all([encoded.finite for _, _, encoded in done])
         if later or finite:
             for piece, part, encoded in done:
@@ -194,8 +192,9 @@ class KeyedCodec:
         memory, codec = self.state.memory, self._codec(piece.warm)
         if piece.warm:
             memory.check(codec, math.prod(piece.row))
+            mirrors = self._mirrors(piece, x.device)
             new = self.state.empty_mirror(x.shape, x.dtype, x.device)
-            _, flag = codec.encode_onto_flagged(x, self._mirrors(piece, x.device), piece.seed, memory.gate, new, into)
+            _, flag = codec.encode_onto_flagged(x, mirrors, piece.seed, memory.gate, new, into)
             finite = flag if later else bool(flag)
         else:
             _, flag = codec.encode_flagged(x, piece.seed, into)

@@ -23,6 +23,7 @@ from thinwire.pipeline.overlap import AHEAD, Transport
 from thinwire.pipeline.planned_stage import PlannedStage
 from thinwire.pipeline.shapes import Spec, outputs_of
 from thinwire.pipeline.step_plan import StepPlan
+from thinwire.torch_private.pipelining import GRADIENT_FOR_ALL
 
 
 class FramedStage(PlannedStage):
@@ -81,7 +82,8 @@ class FramedStage(PlannedStage):
         output = super().forward_one_chunk(fwd_chunk_id, args, *more, **kwargs)
         if not self.is_last:
             outputs = output if isinstance(output, (tuple, list)) else (output,)
-            self._sent[fwd_chunk_id] = [((tuple(o.shape), o.dtype), self.gets_gradient(o)) for o in outputs]
+            specs = [((tuple(o.shape), o.dtype), GRADIENT_FOR_ALL or o.requires_grad) for o in outputs]
+            self._sent[fwd_chunk_id] = specs
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

@@ -245,10 +245,7 @@ class Lane:
     # --- what is remembered of samples
 
     def digests(self, ids: Sequence[int]) -> Tensor:
-        """int64[samples]: a digest of the mirrors of all tensors, −1 where one is missing. They are read from the store
-        now, since the step needs them next."""
-        for channel in self.coded.values():
-            channel.state.stores["h"].load(ids)
+        """int64[samples]: a digest of the mirrors of all tensors, −1 where one is missing."""
         per_tensor = [channel.digests(ids) for channel in self.coded.values()]
         stacked = torch.stack(per_tensor)  # below 2³² each, so that the weighted sum stays far below 2⁶³
         weights = torch.arange(1, len(per_tensor) + 1)[:, None]

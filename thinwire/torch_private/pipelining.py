@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
@@ -37,7 +36,7 @@ require(PIPELINE, PipelineScheduleSingle, "_stage", "_num_stages")
 BUFFERS_ON_DEMAND = hasattr(PipelineStage, "_clear_unlaunched_fwd_recv")  # since 2.15
 if BUFFERS_ON_DEMAND:
     require(PIPELINE, PipelineStage, "_clear_unlaunched_bwd_recv", "_get_p2p_group", "args_recv_info", "grad_recv_info")
-GRADIENT_PER_OUTPUT = not hasattr(PipelineStage, "_forward_metadata_inference")  # 2.11
+GRADIENT_FOR_ALL = not hasattr(PipelineStage, "_forward_metadata_inference")  # in 2.11: for every output
 
 
 class OpenStage(PipelineStage):
@@ -53,10 +52,6 @@ class OpenStage(PipelineStage):
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Torch 2.11 greets every neighbour with a message, in V-shaped schedules itself too, which Gloo cannot."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
-
-    def gets_gradient(self, output: Tensor) -> bool:
-        """Will the next stage send a gradient for this output?"""
-        return GRADIENT_PER_OUTPUT or output.requires_grad
 
     def knows_shapes(self) -> bool:
         """Is the shape of this batch agreed on already? Then it need not be the first one's; for subclasses."""

@@ -1,5 +1,5 @@
-"""macOS: what needs no namespaces of Linux imports and runs. There is no Mac here, so Python is told that it is one: what
-only Linux has is taken out of the standard library, and /proc and /sys are not there."""
+"""macOS: what needs no namespaces of Linux imports and runs. There is no Mac here, so Python is told that it is one:
+what only Linux has is taken out of the standard library, and /proc and /sys are not there."""
 
 from __future__ import annotations
 

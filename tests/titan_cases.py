@@ -77,7 +77,9 @@ def torchtitan() -> Any:
 
 
 def config(wire: Any = None) -> Any:
-    made = SimpleNamespace(parallelism=SimpleNamespace(), model_spec=Spec(parallelize, pipeline, None))
+    made = SimpleNamespace(
+        parallelism=SimpleNamespace(), training=SimpleNamespace(), model_spec=Spec(parallelize, pipeline, None)
+    )
     return made if wire is None else tw.parallel.compress_titan(made, wire)
 
 

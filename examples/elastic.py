@@ -27,8 +27,10 @@ def batch(g: torch.Generator) -> tuple[Tensor, Tensor]:
     return x, torch.sin(2 * x).roll(1, 1)
 
 
-def train(lighthouse: str, name: str, steps: int, host: str, dies_at: int | None) -> None:
+def train(lighthouse: str, name: str, steps: int, host: str, dies_at: int | None, waits: bool) -> None:
     torch.set_num_threads(1)
+    if waits:
+        input()  # Python and torch are loaded; now for the sign to join
     model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     state = {"model": model, "optimizer": optimizer}  # what a newcomer takes from a member
@@ -60,9 +62,10 @@ def demonstrate(steps: int) -> None:
     with tw.elastic.Lighthouse() as lighthouse:
         command = [sys.executable, __file__, "--steps", str(steps), "--lighthouse", lighthouse.address, "--name"]
         members = [subprocess.Popen([*command, name]) for name in ("anna", "ben")]
+        dora = subprocess.Popen([*command, "dora", "--waits"], stdin=subprocess.PIPE, text=True)
         subprocess.run([*command, "carl", "--dies-at", str(steps // 4)], timeout=120, check=False)
-        print("carl was killed; dora comes")
-        members.append(subprocess.Popen([*command, "dora"]))
+        print("carl was killed; dora comes", flush=True)
+        dora.communicate("come\n", timeout=120)
         for member in members:
             member.wait(120)
 
@@ -73,10 +76,11 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="this machine's address, by which other members reach it")
     parser.add_argument("--name", default="member", help="shown in logs")
     parser.add_argument("--dies-at", type=int, help="a step after which this member is killed")
+    parser.add_argument("--waits", action="store_true", help="join when a line comes on standard input")
     parser.add_argument("--steps", type=int, default=200, help="that count")
     options = parser.parse_args()
     if options.lighthouse:
-        train(options.lighthouse, options.name, options.steps, options.host, options.dies_at)
+        train(options.lighthouse, options.name, options.steps, options.host, options.dies_at, options.waits)
     else:
         demonstrate(options.steps)
 

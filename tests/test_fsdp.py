@@ -7,6 +7,7 @@ import functools
 import fsdp_hsdp_cases
 import fsdp_state_cases
 import pytest
+import titan_cases
 from fsdp_hsdp_cases import gradients_are_those_of_the_collective_alone, tied_checkpointed_accumulated_clipped_together
 from fsdp_state_cases import resumed_run_has_the_same_bits
 from fsdp_support import WIRES, make_mesh, run_example
@@ -18,9 +19,9 @@ from thinwire.lab import Network
 pytestmark = [*on_a_network, pytest.mark.timeout(150)]
 PRELOAD = (
     "torch", "torch.distributed.checkpoint", "thinwire.data_parallel.fsdp", "thinwire.data_parallel.checkpoint",
-    "sklearn.datasets", "rank_cases",
+    "thinwire.parallel.titan", "sklearn.datasets", "rank_cases",
 )  # fmt: skip
-CASES = [*fsdp_hsdp_cases.CASES, *fsdp_state_cases.CASES]
+CASES = [*fsdp_hsdp_cases.CASES, *fsdp_state_cases.CASES, *titan_cases.CASES]
 
 
 @pytest.fixture(scope="module")

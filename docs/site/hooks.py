@@ -59,6 +59,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(moved, markdown)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A figure is a link to itself, alone and as large as it is: some are wider than a phone can show."""
+    return re.sub(r'(?<!">)(<img [^>]*?src="([^"]+)"[^>]*>)', r'<a href="\2">\1</a>', html)
+
+
 def _examples() -> list[Path]:
     return sorted(path for path in (ROOT / "examples").iterdir() if path.is_file() and path.suffix in SHOWN)
 

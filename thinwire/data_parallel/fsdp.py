@@ -69,8 +69,8 @@ class CompressedFSDP(Handle):
 
     @contextmanager
     def outside_backward(self) -> Iterator[None]:
-        """Bracket a `schedule.step` of torch's pipelining: it lets FSDP reduce after backward, not within. The means are
-        in `.grad` when the bracket ends."""
+        """Bracket a `schedule.step` of torch's pipelining: it lets FSDP reduce after backward, not within it. The means
+        are in `.grad` when the bracket ends."""
         self.ends_later = True
         try:
             yield

@@ -108,11 +108,11 @@ def check_numba() -> list[Finding]:
         import torch
 
         from thinwire.kernels import quantize
-        from thinwire.kernels.cpu.compile import CACHE_DIRECTORY
+        from thinwire.kernels.cpu.compile import CACHE_DIRECTORY, kernel_threads
 
         x = torch.linspace(-1, 1, 200_000)  # enough for several threads
         same = torch.equal(quantize.quantize(x, 4, 128, impl="cpu"), quantize.quantize(x, 4, 128, impl="reference"))
-        layer = f"{numba.threading_layer()} threads" if torch.get_num_threads() > 1 else "one thread"
+        layer = f"{numba.threading_layer()} threads" if kernel_threads() > 1 else "one thread"
     except (ImportError, ValueError, OSError) as error:
         remedy = "pip install numba; on Linux the OpenMP layer needs libgomp (apt install libgomp1)"
         return [Finding("numba", False, str(error).splitlines()[0][:80], remedy, needed=True)]

@@ -1,9 +1,8 @@
 """The public names of the adapters to torch, each imported from its room when it is first used.
 
-Data parallel: `compress_ddp`, `compress_fsdp`, `compress_trainer`, `compress_titan`, `Reducer`, `TiedEmbedding`, `TiedRows`,
-`RowEmbedding`, `all_reduce`, `read_state`. Between sites: `LocalSteps`, `local_steps`. Pipeline: `CompressedStage`,
-`Pipeline`, `Plan`; boundaries that learn: `Projected`, `Boundaries`,
-`attach_boundaries`.
+Data parallel: `compress_ddp`, `compress_fsdp`, `compress_trainer`, `compress_titan`, `Reducer`, `TiedEmbedding`,
+`TiedRows`, `RowEmbedding`, `all_reduce`, `read_state`. Between sites: `LocalSteps`, `local_steps`. Pipeline:
+`CompressedStage`, `Pipeline`, `Plan`; boundaries that learn: `Projected`, `Boundaries`, `attach_boundaries`.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class TitanWire:
 
 def compress_titan(config: Any, wire: WireLike = "safe", *, seed: int = 0) -> Any:
     """A torchtitan configuration whose replicas and pipeline stages send compressed; the configuration itself. Its
-    parallelism.spmd_backend becomes "partial_dtensor".
+    parallelism.spmd_backend becomes "partial_dtensor", and CUDA graphs are switched off.
 
     config: a `Trainer.Config`, from a function of a config_registry.
     wire: as in compress_ddp; with a pipeline one that remembers no samples ("safe", "scratch", or a table).
@@ -128,6 +128,7 @@ def compress_titan(config: Any, wire: WireLike = "safe", *, seed: int = 0) -> An
             f"compress_titan wants a torchtitan Trainer.Config with its model_spec, not {type(config).__name__}"
         )
     config.parallelism.spmd_backend = BACKEND
+    config.training.disable_cuda_graphs = True  # frames are exchanged from another thread, which a graph cannot hold
     config.model_spec = TitanWire(spec, Wire.of(wire), seed).spec()
     return config
 
@@ -143,8 +144,10 @@ def one_site(parallel_dims: Any) -> Any:
             return False
 
         def get_optional_mesh(self, dims: str | list[str], **named: Any) -> Any:
-            return None if REPLICAS in ([dims] if isinstance(dims, str) else dims) else known.get_optional_mesh(
-                self, dims, **named
+            return (
+                None
+                if REPLICAS in ([dims] if isinstance(dims, str) else dims)
+                else known.get_optional_mesh(self, dims, **named)
             )
 
     view = copy.copy(parallel_dims)

@@ -85,15 +85,16 @@ def parallel(function: Callable) -> Any:
     """Compile a kernel whose `prange` loops run on as many threads as torch uses (`torch.set_num_threads`).
 
     One thread means a serial version of the same code, which never touches OpenMP: for small arrays, where waking a
-    thread costs more than it saves; where torch is told to use one (torchrun does, for several ranks a machine); and in
-    a child forked after its parent ran a parallel kernel, which OpenMP would end.
+    thread costs more than it saves; where torch is told to use one (torchrun does, for several ranks a machine); in a
+    child forked after its parent ran a parallel kernel, which OpenMP would end; and on macOS, where pip's Numba comes
+    without OpenMP, and with torch's copy of it would share a process with other copies.
     """
     many = numba.njit(parallel=True, **OPTIONS)(function)
     one = numba.njit(**OPTIONS)(_renamed(function, "serial"))
 
     def call(*args: Any) -> Any:
         small = all(a.size < PARALLEL_VALUES for a in args if isinstance(a, np.ndarray))
-        threads = 1 if small else _threads()
+        threads = 1 if small else kernel_threads()
         if threads == 1:
             return one(*args)
         numba.set_num_threads(threads)
@@ -104,8 +105,10 @@ def parallel(function: Callable) -> Any:
     return call
 
 
-def _threads() -> int:
-    """That a kernel on large arrays runs on, in this process."""
+def kernel_threads() -> int:
+    """How many threads a kernel on large arrays runs on, in this process."""
+    if sys.platform == "darwin":
+        return 1
     threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     return 1 if threads == 1 or os.getpid() != _owner.setdefault("pid", os.getpid()) else threads
 
@@ -121,7 +124,7 @@ def compiled_once() -> Iterator[None]:
     with (Path(CACHE_DIRECTORY) / "lock").open("wb") as file:
         _lock(file)
         yield
-        if _threads() > 1:
+        if kernel_threads() > 1:
             for kernel in _kernels:
                 for signature in kernel.one.signatures:
                     kernel.many.compile(signature)

@@ -1,6 +1,6 @@
 """Configurations for torchtitan: its debug Llama between two sites, as torchtitan sends and compressed.
 
-    torchrun --nproc-per-node 4 -m torchtitan.train --module examples.torchtitan.configs --config debug_thin
+    torchrun --nproc-per-node 4 -m torchtitan.train --module examples.torchtitan_debug --config debug_thin
 
 In a configuration of your own the one line is `tw.parallel.compress_titan(config, "safe")`.
 """

@@ -49,12 +49,12 @@ def measure(
     rows: int, streams: int = 1,
 ) -> Measured:  # fmt: skip
     """Measure; all ranks call it together. Links are measured by all at the same time, as they will train; computing
-    and coding on ranks of one machine in turn.
+    and coding too, but on ranks that must share one machine's cores in turn.
 
     rows: how many rows of a tied embedding a batch uses. streams: connections that a message is cut over."""
     device = next(next(iter(stages.values())).parameters()).device
     mine: dict[str, Any] = {"compute": {}}
-    for _ in turns():
+    for _ in turns(device):
         mine["compute"] = {i: _compute(config, stage) for i, stage in sorted(stages.items())}
         optimizer = _optimizer_seconds(named)
     mine["links"] = _links(config, mesh, device, streams)
@@ -62,7 +62,7 @@ def measure(
     shape = config.microbatch, config.data.seq_len, next(iter(stages.values())).config.hidden_size // config.mesh.tp
     dtype = next(next(iter(stages.values())).parameters()).dtype
     if config.mesh.pp > 1:
-        for _ in turns():
+        for _ in turns(device):
             for way in WAYS:
                 mine[way] = [_coding(link, noise(*shape).to(device, dtype)) for link in settings[way]]
     speeds = list(mine["links"].values())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from thread_group import run
 
 from thinwire import collectives as c
-from thinwire.codecs import Identity, Quantize
+from thinwire.codecs import Identity
 from thinwire.collectives import thresholds
 from thinwire.kernels import select
 
@@ -71,23 +71,6 @@ def test_low_rank_takes_a_convolution_as_out_by_rest():
     mean, own = c.LowRank(1).exchange(u, state=state)
     assert mean.shape == u.shape and torch.allclose(mean, u, atol=1e-5) and torch.allclose(own, u, atol=1e-5)
     assert state["q0"].shape == (36, 1)
-
-
-# --- hops
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_hops_are_what_was_said(size):
-    """One hop has the bits of a gather, whatever the number of members; two hops code twice, also between two."""
-
-    def work(rank: int) -> list[torch.Tensor]:
-        u = torch.randn(300, generator=torch.Generator().manual_seed(rank))
-        ways = c.Gather(Quantize(4)), c.Quantized(4, hops=1), c.Quantized(4, hops=2), c.Quantized(4)
-        return [way.exchange(u, state={}, seed=1)[0] for way in ways]
-
-    gathered, one, two, usual = run(size, work)[0][0]
-    assert torch.equal(one, gathered) and not torch.equal(two, gathered)
-    assert torch.equal(usual, one if size == 2 else two)
 
 
 # --- sums that leave the range of their type

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from thinwire.errors import UsageError
 from thinwire.planner import network
+from thinwire.planner.hops import choose_hops
 from thinwire.planner.network import Cost, LinkSpeed, Network
 
 ranks = st.integers(1, 1024)
@@ -101,3 +102,18 @@ def test_sites_and_ports() -> None:
 def test_impossible_links(rate: float, latency: float) -> None:
     with pytest.raises(UsageError):
         LinkSpeed(rate, latency)
+
+
+@given(p=st.integers(2, 64), nbytes=st.floats(1, 1e9), rate=st.floats(1e5, 1e10), latency=st.floats(0, 0.5))
+def test_hops_are_those_that_take_less_time(p, nbytes, rate, latency):
+    link = LinkSpeed(rate, latency)
+    seconds = {1: network.gather(nbytes, p).seconds(link), 2: network.two_hop(nbytes, p).seconds(link)}
+    assert seconds[choose_hops(p, nbytes, link)] == min(seconds.values())
+    assert choose_hops(2, nbytes, link) == 1
+
+
+def test_hops_of_four_members():
+    """8·b·3·(1 − 2/4)/rate against one latency: at 100 Mb/s and 50 ms up to 417 kB go in one hop."""
+    link = LinkSpeed(1e8, 0.05)
+    assert [choose_hops(4, nbytes, link) for nbytes in (400e3, 430e3)] == [1, 2]
+    assert choose_hops(4, 1e3, LinkSpeed(1e8, 0.0)) == 2

@@ -119,6 +119,11 @@ def test_gradients_wait_for_the_last_weight_backward_and_yield_to_the_pipeline()
     assert starts[tasks[2]] == first and starts[tasks[0]] < starts[tasks[1]]
 
 
+def test_an_exchange_in_slices_takes_its_latency_once():
+    step = Step(generate("1F1B", 1, 1), Work.even(1, 1.0, 2.0), lambda send: Hop(), [[Hop(wire=4.0, latency=0.5)]])
+    assert simulate(step).makespan == simulate(replace(step, slice=1.0)).makespan == 1 + 2 + 4 + 0.5
+
+
 def _weights(schedule: Schedule, stage: int) -> set[Action]:
     kinds = (Kind.W, Kind.B)
     return {a for r in range(len(schedule.ranks)) for a in schedule.compute(r) if a.stage == stage and a.kind in kinds}

@@ -68,6 +68,17 @@ def bits(found: Decision) -> dict[str, Any]:
     return {kind: round(32 / _shrinks(found.wire.get(kind, {}))) for kind in KINDS}
 
 
+def test_one_hop_over_a_long_link(tmp_path):
+    """Of the tied embedding between four ranks; between the two replicas of a stage it is one anyhow."""
+    run = config(tmp_path, {"auto": True})
+    for latency, hops in ((0.05, 1), (0.0, None)):
+        measured = fed(run, 2e7, latency=latency)
+        bursts = {kind: [[1e3] * len(row) for row in measured.exchange[kind]] for kind in ("gradient", "embedding")}
+        found = chosen(run, replace(measured, burst=bursts, slowest=[2e7, latency]))
+        assert found.wire["embedding"].get("hops") == hops and "hops" not in found.wire["gradient"]
+        Wire.of(found.wire)
+
+
 def test_a_fast_network_is_left_alone_and_a_slow_one_is_not(tmp_path):
     run = config(tmp_path, {"auto": True})
     fast, slow = (chosen(run, fed(run, rate)) for rate in (1e12, 1e7))

@@ -24,7 +24,7 @@ from thinwire.train import checkpoint, local
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.config.sections import load
 from thinwire.train.metrics import METRICS, Metrics, read_events
-from thinwire.train.rank import join
+from thinwire.train.rank import join, nccl_flows
 from thinwire.train.show import closing, describe
 from thinwire.train.stop import StopRequest
 
@@ -364,3 +364,12 @@ def test_metrics_drop_what_will_be_done_again(tmp_path):
     second.write("step", 3, loss=0.25)
     second.close()
     assert [(e["step"], e["loss"]) for e in read_events(tmp_path / "metrics.jsonl")] == [(1, 1.0), (2, 0.5), (3, 0.25)]
+
+
+def test_streams_as_nccl_has_them():
+    """At least as many flows as were asked for, 64 at most, and none where nothing was said."""
+    assert nccl_flows(1) == nccl_flows("auto") == {}
+    assert nccl_flows(8) == {"NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "8"}
+    for streams in range(2, 65):
+        threads, sockets = map(int, nccl_flows(streams).values())
+        assert streams <= threads * sockets <= 64 and sockets <= 8

@@ -96,6 +96,7 @@ def jobs(trees: Path | None, quick: bool) -> list[Job]:
     if quick:
         grid = [("100mbit", "5ms")]
     out = [training("predict", *link, [predicted(wire, quick) for wire in WIRES]) for link in grid]
+    out.append(training("predict", *grid[0], [predicted(wire, quick, streams=4) for wire in ("max", "off")]))
     for latency in ("5ms",) if quick else ("50ms", "20ms", "0ms"):
         out.append(training("loss", "100mbit", latency, [predicted("max", quick, steps=16)], loss="0.1%"))
     orders = [VARIANTS, VARIANTS[::-1]]
@@ -108,8 +109,6 @@ def jobs(trees: Path | None, quick: bool) -> list[Job]:
         for rate in ("100mbit", "20mbit"):
             out.append(training("goals", rate, "50ms", [cold("now", 0, quick)]))
         out.append(training("goals", "100mbit", "50ms", [cold("now", 0, quick)], slow_start_after_idle=False))
-        streams = [predicted(wire, quick, streams=4) for wire in ("max", "off")]
-        out.append(training("predict", "100mbit", "50ms", streams))
         out += [allreduce(latency, quick) for latency in ("10ms", "50ms", "100ms", "0ms")]
         out.append(changes[1])
     else:

@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cache, partial
@@ -96,6 +96,7 @@ def _variant(name: str) -> Iterator[None]:
 
 def _cell(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     """Seconds of every step on this rank, and with `predicted` what the planner measures before. folder: of the run."""
+    from thinwire.distributed.values import gather_json
     from thinwire.train import build
     from thinwire.train.config.sections import read_config
     from thinwire.train.loop import Trainer
@@ -106,7 +107,7 @@ def _cell(cell: dict[str, Any], folder: str) -> dict[str, Any]:
         trainer = Trainer(read_config(document), say=lambda line: None)
     if cell["variant"] == "gradients late":
         trainer.parts.update.watch.close()
-    steps, waited = [], []
+    steps, waited, spans = [], [], _timed(trainer)
     for _ in range(trainer.steps):
         trainer._train_step()
         steps.append(trainer.last_seconds)
@@ -116,8 +117,32 @@ def _cell(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if trainer.metrics is not None:
         trainer.metrics.close()
     sent = trainer.totals.bytes
-    row |= {"document": cell["document"]} if row else {}
+    row["spans"] = gather_json({name: statistics.median(times[SKIPPED:]) for name, times in spans.items()})
+    row |= {"document": cell["document"]} if "found" in row else {}
     return {**row, "measured": statistics.median(steps[SKIPPED:]), "steps": steps, "waited": waited, "bytes": sent}
+
+
+def _timed(trainer: Any) -> dict[str, list[float]]:
+    """From now on the seconds of the parts of every step: the pipeline's pass, waiting for gradients, the vote, the
+    optimiser."""
+    out: dict[str, list[float]] = {}
+    update = trainer.parts.update
+    for name, owner in (
+        ("run", trainer.parts.engine),
+        ("exchanged", update),
+        ("hold", trainer.vote),
+        ("apply", update),
+    ):
+        out[name] = []
+        setattr(owner, name, partial(_clocked, getattr(owner, name), out[name]))
+    return out
+
+
+def _clocked(call: Callable[..., Any], taken: list[float], *args: Any, **kwargs: Any) -> Any:
+    began = time.perf_counter()
+    result = call(*args, **kwargs)
+    taken.append(time.perf_counter() - began)
+    return result
 
 
 def _measured(

@@ -37,8 +37,12 @@ def show(path: Path) -> None:
             (_link(row), "yes" if row.get("slow_start_after_idle", True) else "no", _spread(row)) for row in of("goals")
         ))  # fmt: skip
     if of("variants", "trees"):
-        _print(("max, 20 Mb/s, cold", "seconds per step (least to most), each run", "of them waiting for gradients"), (
-            (name, "; ".join(map(_spread, some)), "; ".join(f"{statistics.median(r['waited'][3:]):.2f}" for r in some))
+        heads = ("max, 20 Mb/s, cold", "seconds per step (least to most), each run", "waiting for gradients")
+        _print((*heads, "first and last stage: pass + gradients + vote + optimiser"), (
+            (
+                name, "; ".join(map(_spread, some)),
+                "; ".join(f"{statistics.median(row['waited'][3:]):.2f}" for row in some), _parts(some[0]),
+            )
             for name, some in _by(of("variants", "trees"), "variant")
         ))  # fmt: skip
     if of("allreduce"):
@@ -83,6 +87,11 @@ def _by(rows: list[Row], key: str) -> list[tuple[str, list[Row]]]:
 def _spread(row: Row) -> str:
     counted = row["steps"][3:]
     return f"{row['measured']:.2f} ({min(counted):.2f} to {max(counted):.2f})"
+
+
+def _parts(row: Row) -> str:
+    """Of a step on the first and on the last stage of a replica, as the ranks timed them."""
+    return "; ".join(" + ".join(f"{x:.2f}" for x in rank.values()) for rank in row.get("spans", [])[:2])
 
 
 def _rate(row: Row) -> str:

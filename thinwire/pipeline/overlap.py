@@ -159,7 +159,7 @@ def make_transports(
             peer = rank_of[left + 1] if left == stage else rank_of[left]
             ranks = dist.get_process_group_ranks(explicit(group))
             stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-            flows = Flows(pair, streams) if streams > 1 else None
+            flows = Flows(pair, streams) if streams > 1 and stream is None else None
             transport = Transport(pair, dist.get_group_rank(pair, ranks[peer]), stream, flows)
             byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
             for work in transport._start(dist.isend if is_out else dist.irecv, byte):

@@ -159,7 +159,8 @@ class Pipeline:
             overlaps = self.overlap and world(self.group)[0] > 1
             first = self.stages[0].stage_index
             transports = make_transports(first, found.rank_of, self.group, self.device, streams) if overlaps else None
-            flows = Flows(self.group, streams) if streams > 1 and not overlaps else None
+            alone = streams == 1 or overlaps or self.device.type != "cpu"  # NCCL opens flows by itself
+            flows = None if alone else Flows(self.group, streams)
             for stage in self.stages:
                 stage.connect(found.connections[stage.stage_index], transports, flows)
             modules = {stage.stage_index: stage.submod for stage in self.stages}

@@ -128,8 +128,9 @@ class Builder:
         rank = self.schedule.rank_of[send.stage]
         tasks = [self._busy(ENCODE, replica, rank, send, hop.encode)] if hop.encode else []
         slices = max(1, min(MOST_SLICES, math.ceil(hop.wire / self.step.slice))) if self.step.slice else 1
-        piece = hop._replace(wire=hop.wire / slices)
-        tasks += [self._wire(replica, rank, send, piece, FRESH if at == 0 else BEGUN) for at in range(slices)]
+        pieces = [hop._replace(wire=hop.wire / slices, latency=0.0)] * (slices - 1)
+        pieces.append(hop._replace(wire=hop.wire / slices))  # what is sent without a pause arrives one latency later
+        tasks += [self._wire(replica, rank, send, x, BEGUN if at else FRESH) for at, x in enumerate(pieces)]
         if not replica:
             self.messages[send] = (tasks[-slices], tasks[-1], hop)
         if hop.decode:

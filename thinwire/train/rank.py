@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -29,6 +30,7 @@ from thinwire.train.metrics import METRICS, read_events
 from thinwire.train.show import closing, describe
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # on a card, what is small and on the host still takes Gloo
+MOST_SOCKETS = 8  # of one of NCCL's threads
 BEAT = 1.0  # seconds between heartbeats
 SILENCE = 5.0  # seconds without one after which a rank counts as lost
 
@@ -59,6 +61,8 @@ def train_rank(
         raise RunFailed(f"{error.filename or 'reading what the run needs'}: {error.strerror or error}") from error
     if config.run.device == "cuda":
         take_card(local_rank)
+        for name, value in nccl_flows(config.wire.get("streams", 1)).items():
+            os.environ.setdefault(name, value)
     longest = patience * (SITE_PATIENCE if config.mesh.sites > 1 else 1)
     _make_group(BACKENDS[config.run.device], alone, timedelta(seconds=longest))
     heartbeat = Heartbeat()
@@ -157,6 +161,14 @@ def join(backend: str, limit: timedelta) -> None:
     names = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, store=names, rank=rank, world_size=size, timeout=limit)
+
+
+def nccl_flows(streams: object) -> dict[str, str]:
+    """NCCL's own settings for at least so many flows, read when its groups are made; none for 1 and "auto"."""
+    if not isinstance(streams, int) or streams == 1:
+        return {}
+    threads = math.ceil(streams / MOST_SOCKETS)
+    return {"NCCL_SOCKET_NTHREADS": str(threads), "NCCL_NSOCKS_PERTHREAD": str(math.ceil(streams / threads))}
 
 
 def take_card(local_rank: int) -> None:

@@ -23,10 +23,13 @@ from thinwire.config.wire import Wire
 from thinwire.distributed.values import broadcast_json
 from thinwire.errors import UsageError
 from thinwire.planner.critical import choose_by, mixed
+from thinwire.planner.hops import choose_hops
 from thinwire.planner.mildest import WORTH, mildest
+from thinwire.planner.network import LinkSpeed
 from thinwire.planner.simulate import simulate
 from thinwire.planner.step import Send, Step, Traffic
 from thinwire.quantities import show_rate
+from thinwire.registry import plain_name
 from thinwire.train.config.mesh import MeshConfig
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.mesh import Mesh
@@ -37,6 +40,7 @@ from thinwire.train.tune.timing import WAYS, measure
 KINDS = ("gradient", "embedding", "backward", "forward")  # relaxed in this order: what costs most quality comes first
 MOST_AHEAD = 3  # [mesh] ahead: beyond it nothing more was won (docs/gpu.md)
 KEPT = ("warmup", "exclude", "exact_dims", "unit_mb", "sync", "rows_codec")  # of the given section, at every level
+IN_HOPS = ("quantized", "twohop")  # collectives in one hop or two
 Table = dict[str, Any]
 
 
@@ -170,6 +174,9 @@ def _decision(
         sizes = {kind: measured.size.get(kind, [0.0]) for kind in KINDS}
         levels = mildest(sizes, measured.cost, lambda some: seconds(step(some)))
         table, sends, stages, final = _on_edges(tables, measured, levels, step)
+        for kind in {"gradient", "embedding"} & table.keys():
+            members = config.mesh.dp * (2 if kind == "embedding" and table[kind].get("sync") == "fused" else 1)
+            table[kind] = in_hops(table[kind], measured, kind, levels[kind], members)
     else:
         when = {t: str(link.when) for t, link in zip(Traffic, (wire.forward, wire.backward)) if link is not None}
         rule = wire.gradient.stages if wire.gradient else 1.0
@@ -208,6 +215,19 @@ def _on_edges(
         wire["gradient"] = {**tables["gradient"][levels["gradient"]], **listed}
     used = {kind: table for kind, table in wire.items() if table}
     return used, sends, choice.gradients, mixed(plain, packed, picked.__contains__)
+
+
+def in_hops(table: Table, measured: Measured, kind: str, level: int, members: int) -> Table:
+    """The `[wire]` section with one hop where that is faster (planner/hops.py) and the user has said nothing about it.
+
+    measured: in two hops. kind, level: of this section. members: of its exchange."""
+    known = kind in measured.burst  # not in plans of before
+    if members < 3 or not known or "hops" in table or plain_name(str(table.get("collective"))) not in IN_HOPS:
+        return table
+    coded = max(measured.burst[kind][level]) * members / 2  # to each member 2/P of it goes
+    rate, latency = measured.slowest
+    one = choose_hops(members, coded, LinkSpeed(rate, latency)) == 1
+    return {**table, "hops": 1} if one else table
 
 
 def describe(chosen: Decision) -> str:

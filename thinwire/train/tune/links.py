@@ -152,17 +152,18 @@ NOTHING = ExchangeCost(0.0, 0.0, 0.0, 0.0)
 
 def exchanges(
     shapes: Mapping[str, tuple[int, ...]], settings: Sequence[Reduction | None], group: dist.ProcessGroup | None,
-    device: torch.device,
+    device: torch.device, streams: int = 1,
 ) -> list[ExchangeCost]:  # fmt: skip
-    """Per setting (None: exact) what one exchange of tensors of these shapes costs."""
+    """Per setting (None: exact) what one exchange of tensors of these shapes costs. streams: as of `probe`."""
     if not _values(shapes) or world(group)[0] == 1:
         return [NOTHING for _ in settings]
+    flows = Flows(group, streams) if streams > 1 and device.type == "cpu" else None
     least = {name: _first_rows(shape, 1e-9) for name, shape in shapes.items()}
-    _, shortest = _exchange(least, EXACT, group, device)
+    _, shortest = _exchange(least, EXACT, group, device, flows)
     share = FEWEST / _values(shapes)
     while True:
         part = {name: _first_rows(shape, min(1.0, share)) for name, shape in shapes.items()}
-        exact = _exchange(part, EXACT, group, device)
+        exact = _exchange(part, EXACT, group, device, flows)
         if share >= 1 or exact[1] >= LONG_ENOUGH + MANY * shortest:
             break
         share *= MORE
@@ -171,10 +172,12 @@ def exchanges(
     factor = _values(shapes) / _values(part)
     costs = []
     for setting in settings:
-        sent, seconds = exact if setting is None else _exchange(part, setting, group, device)
+        sent, seconds = exact if setting is None else _exchange(part, setting, group, device, flows)
         transfer = factor * max(0.0, seconds - shortest)
         burst = factor * sent / (world(group)[0] - 1)
         costs.append(ExchangeCost(factor * sent, transfer + waiting, waiting, burst))
+    if flows is not None:
+        flows.close()
     return costs
 
 
@@ -188,11 +191,13 @@ def _first_rows(shape: tuple[int, ...], share: float) -> tuple[int, ...]:
 
 
 def _exchange(
-    shapes: Mapping[str, tuple[int, ...]], reduction: Reduction, group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[float, float]:
+    shapes: Mapping[str, tuple[int, ...]], reduction: Reduction, group: dist.ProcessGroup | None, device: torch.device,
+    flows: Flows | None,
+) -> tuple[float, float]:  # fmt: skip
     """Bytes that this rank sends, and seconds of the slowest rank: of several exchanges, one after another. Their
     units are in flight together as they are in training."""
     exchange = Exchange(shapes, reduction, group)
+    exchange.group.flows = flows
     values = [noise(unit.numel).to(device) for unit in exchange.units]
     before, began = 0, 0.0
     for number in range(1 + ROUNDS):

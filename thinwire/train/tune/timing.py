@@ -49,12 +49,12 @@ def measure(
     rows: int, streams: int = 1,
 ) -> Measured:  # fmt: skip
     """Measure; all ranks call it together. Links are measured by all at the same time, as they will train; computing
-    and coding on ranks of one machine in turn.
+    and coding too, but on ranks that must share one machine's cores in turn.
 
     rows: how many rows of a tied embedding a batch uses. streams: connections that a message is cut over."""
     device = next(next(iter(stages.values())).parameters()).device
     mine: dict[str, Any] = {"compute": {}}
-    for _ in turns():
+    for _ in turns(device):
         mine["compute"] = {i: _compute(config, stage) for i, stage in sorted(stages.items())}
         optimizer = _optimizer_seconds(named)
     mine["links"] = _links(config, mesh, device, streams)
@@ -62,19 +62,19 @@ def measure(
     shape = config.microbatch, config.data.seq_len, next(iter(stages.values())).config.hidden_size // config.mesh.tp
     dtype = next(next(iter(stages.values())).parameters()).dtype
     if config.mesh.pp > 1:
-        for _ in turns():
+        for _ in turns(device):
             for way in WAYS:
                 mine[way] = [_coding(link, noise(*shape).to(device, dtype)) for link in settings[way]]
     speeds = list(mine["links"].values())
     if config.mesh.dp > 1:
         speeds.append(probe(mesh.dp, 1, device, streams))
         mine["gradient"] = {
-            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device)
+            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device, streams)
             for i, stage in sorted(stages.items())
         }
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)
     if tied is not None:
-        mine["embedding"] = _embedding(tuple(named[tied].shape), settings["embedding"], mesh, device, rows)
+        mine["embedding"] = _embedding(tuple(named[tied].shape), settings["embedding"], mesh, device, rows, streams)
     links = [[way, stage, speed.rate, speed.latency] for (way, stage), speed in mine["links"].items()]
     mine["slowest"] = [min((x.rate or NO_LIMIT for x in speeds), default=NO_LIMIT)]
     mine["slowest"].append(max((x.latency for x in speeds), default=0.0))
@@ -205,17 +205,20 @@ def _embedding(
     mesh: Mesh,
     device: torch.device,
     rows: int,
+    streams: int,
 ) -> list[ExchangeCost]:
     """The tied one's over both its stages and all replicas, or over replicas and then between the two; by rows, over
     replicas, and `rows` up and down, which take as long as they do where both ends send at once."""
     settings = [replace(setting, exact_dims=0, exclude=()) if setting else None for setting in settings]
     if any(setting.sync == "fused" for setting in settings if setting):
-        return exchanges({"tied": shape}, settings, mesh.ends, device)
-    apart = exchanges({"tied": shape}, settings, mesh.dp, device)
+        return exchanges({"tied": shape}, settings, mesh.ends, device, streams)
+    apart = exchanges({"tied": shape}, settings, mesh.dp, device, streams)
     if any(setting.sync == "rows" for setting in settings if setting):
         [pair] = exchanges({"rows": (rows, shape[1])}, [None], mesh.pair, device)
         travel = [rows_bytes(setting.rows_codec if setting else None, rows, shape[1]) for setting in settings]
-        added = [ExchangeCost(n, pair.seconds * n / pair.sent, pair.waiting, n) for n in travel]
+        idle = 2 * pair.waiting  # once up, once down
+        transfer = (pair.seconds - pair.waiting) / pair.sent
+        added = [ExchangeCost(n, transfer * n + idle, idle, n) for n in travel]
     else:
-        added = exchanges({"tied": shape}, [None], mesh.pair, device) * len(settings)
+        added = exchanges({"tied": shape}, [None], mesh.pair, device, streams) * len(settings)
     return [ExchangeCost(*(a + b for a, b in zip(one, more))) for one, more in zip(apart, added)]

@@ -1,4 +1,4 @@
-"""Ranks that share one machine's cores are timed one after another, and the simulator lets them share the cores."""
+"""Ranks that must share a machine's cores are timed one after another, and the simulator lets them share the cores."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from thinwire.train.tune.links import meet
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers and namespaces of a machine
 
 
-def turns() -> Iterator[None]:
-    """`for _ in turns(): …` runs the body once on every rank, on ranks of one machine one after another. All ranks of
-    the world call it together."""
-    machines = _machines()
+def turns(device: torch.device) -> Iterator[None]:
+    """`for _ in turns(device): …` runs the body once on every rank. Ranks of one machine run it one after another, but
+    where the machine has cores for all of them at once, as in a step. All ranks of the world call it together."""
+    places = _places()
+    machines = [machine for machine, _ in places]
+    crowded = device.type != "cpu" or any(machines.count(machine) > cores for machine, cores in places)
     rank = dist.get_rank()
-    mine = machines[:rank].count(machines[rank])
-    for turn in range(max(map(machines.count, machines))):
+    mine = machines[:rank].count(machines[rank]) if crowded else 0
+    for turn in range(max(map(machines.count, machines)) if crowded else 1):
         if turn == mine:
             yield
         meet()
@@ -30,17 +32,14 @@ def turns() -> Iterator[None]:
 def shared_cores(device: torch.device) -> int:
     """How many ranks can compute at the same time, where all ranks are on one machine that has fewer cores than they
     have threads; else 0. All ranks of the world call it together."""
-    machines = _machines()
-    cores = _usable_cores() // torch.get_num_threads()
-    return cores if device.type == "cpu" and len(set(machines)) == 1 and 0 < cores < len(machines) else 0
+    places = _places()
+    machines = {machine for machine, _ in places}
+    cores = min(cores for _, cores in places)
+    return cores if device.type == "cpu" and len(machines) == 1 and 0 < cores < len(places) else 0
 
 
-def _usable_cores() -> int:
-    """Those that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _machines() -> list[str]:
-    """By rank, what tells machines apart."""
-    found: list[str] = gather_json(BOOT.read_text().strip() if BOOT.exists() else str(dist.get_rank()))
-    return found
+def _places() -> list[tuple[str, int]]:
+    """By rank, what tells machines apart, and how many ranks like this one it has cores for."""
+    machine = BOOT.read_text().strip() if BOOT.exists() else str(dist.get_rank())
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return [(name, cores) for name, cores in gather_json([machine, usable // torch.get_num_threads()])]

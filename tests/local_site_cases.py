@@ -146,6 +146,7 @@ def lightnings_checkpoints_hold_all_sites() -> None:
         attachment.local.close()
     (state,) = checkpoint.values()
     check(len({name.partition("/")[0] for name in state}) == dist.get_world_size(), "the state of every site")
+    check_ranks_agree("what rank 0 writes", {name: value.double() for name, value in state.items()})
     check_equal("resumed", results[1], results[0])
 
 

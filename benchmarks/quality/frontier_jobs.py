@@ -144,7 +144,8 @@ class Chosen:
         rivals = ["Streaming DiLoCo", "SparseLoCo", OURS]
         if name == "frontier":
             every = [m for m in ORDER if m not in (MORE, TWO_BITS)]
-            return self.grid(["fp32 per step", OURS, *every, MORE, TWO_BITS], (30, 100)) + self.grid(every, (10,))
+            local = [m for m in every if not m.endswith("per step")]
+            return self.grid(["fp32 per step", OURS, *every, MORE, TWO_BITS], (30, 100)) + self.grid(local, (10,))
         if name == "seeds":
             per_seed = [self.grid(["fp32 per step", *rivals, MORE], (30, 100), seed=seed) for seed in (1, 2)]
             per_seed += [self.grid(rivals, (10,), seed=seed) for seed in (1, 2)]

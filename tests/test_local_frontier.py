@@ -22,7 +22,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     out = []
     for number, job in enumerate(tuning(100, 16, Size())):
         held = 1.0 if job.method == "ours: hops" and job.lr == 2e-3 else 2.0 + number / 1000
-        out.append(json.loads(json.dumps(asdict(job))) | {"held": held, "stage": "tune"})
+        out.append(json.loads(json.dumps(asdict(job))) | {"held": held, "held_anchor": 3.0, "stage": "tune"})
     return out
 
 

@@ -80,7 +80,12 @@ def best(rows: list[Row], is_it: Callable[[str], bool]) -> Row:
     mine = [row for row in rows if row["stage"] == "tune" and is_it(row["method"])]
     if not mine:
         raise SystemExit("run --stage tune first: rates are chosen from its lines")
-    return min(mine, key=lambda row: row["held"] if row["held"] == row["held"] else 1e9)
+    return min(mine, key=lambda row: min(loss for loss in (*_ends(row), 1e9) if loss == loss))
+
+
+def _ends(row: Row) -> tuple[float, ...]:
+    """The losses that a run may end with: its own, and that without the dense last round where it has one."""
+    return (row["held"], row["held_anchor"]) if row["flush"] else (row["held"],)
 
 
 def with_codec(table: Row, times: int) -> Row:
@@ -104,7 +109,8 @@ class Chosen:
         tuned = "fp32 per step" if method == "4 bits per step" else method
         row = best(self.rows, lambda m: m.startswith("ours:") if method in (OURS, MORE) else m == tuned)
         table = row["table"] if method != MORE else with_codec(row["table"], 4)
-        how = {"table": table, "keep": row["keep"], "flush": row["flush"], "apart": apart}
+        flush = row["flush"] and not row["held_anchor"] < row["held"]
+        how = {"table": table, "keep": row["keep"], "flush": flush, "apart": apart}
         return Job(method, sites, every, seed, self.steps, row["lr"], batch=self.batch, size=self.size, **how)
 
     def grid(self, methods: list[str], hs: tuple[int, ...], **how: Any) -> list[Job]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.collectives.groups import subgroup
+from thinwire.collectives.messages import gather
 from thinwire.local_steps.fragment import Fragment
 from thinwire.parallel import LocalSteps
 
@@ -70,6 +71,24 @@ def carried_fragments_follow_the_formula() -> None:
     local.finish()
     check_ranks_agree("at the end", trained(model))
     local.close()
+
+
+def the_last_round_sends_all_that_is_left() -> None:
+    """finish(last="off"): the anchor moves by the exact mean of what sites have learnt and not sent, residuals too."""
+    for steps in (7, 8):  # a step since the last round, or none
+        model, inner, local = make(tw.collectives.Gather(tw.codecs.TopK(0.1)), every=4)
+        run(model, inner, local, range(1, steps + 1))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        (fragment,) = local.fragments
+        left = torch.cat(list(fragment.outer_gradient().values())) + _residuals(local)
+        expected = _anchors(fragment) - torch.stack(gather(left, None)).sum(0) / size
+        check(bool(_residuals(local).any()), f"rank {rank} has a residual")
+        before = local.summary().sent
+        local.finish(last="off")
+        check_equal("all that was left", {"": _anchors(fragment)}, {"": expected}, tolerance=1e-6)
+        check_ranks_agree("at the end", trained(model))
+        check(not bool(_residuals(local).any()) and local.summary().sent > before, "nothing is left")
+        local.close()
 
 
 def a_share_is_mixed() -> None:
@@ -261,7 +280,8 @@ def mistakes_are_refused() -> None:
 
 def cases(folder: str) -> list[Any]:
     return [
-        carried_fragments_follow_the_formula, a_share_is_mixed, tokens_weigh_and_mass_is_conserved,
+        carried_fragments_follow_the_formula, the_last_round_sends_all_that_is_left, a_share_is_mixed,
+        tokens_weigh_and_mass_is_conserved,
         a_site_with_nan_has_no_weight, a_mean_that_is_not_finite_drops_the_round, warmup_averages_exactly,
         functools.partial(resumed_at_any_step_has_the_same_bits, folder),
         functools.partial(other_sites_conserve_the_mean_residual, folder), host_memory_changes_no_bit,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 from local_support import loss_of
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from thinwire.local_steps.trainers import _Lightning
 from thinwire.parallel import LocalSteps, local_steps
 
 HOW = {"every": 3, "fragments": 2, "delay": 1}
@@ -120,4 +123,36 @@ def a_ddp_model_counts_its_optimisers_steps() -> None:
         one.close()
 
 
-CASES = [shards_average_with_their_twins, one_of_several_copies_sends, a_ddp_model_counts_its_optimisers_steps]
+def lightnings_checkpoints_hold_all_sites() -> None:
+    """Its hooks in its order: what rank 0 would write has every site's weights, and all go on with the same bits."""
+    rank, checkpoint, results = dist.get_rank(), {}, []
+    for resumes in (False, True):
+        model = DistributedDataParallel(net())
+        inner = inner_of(model)
+        trainer = SimpleNamespace(strategy=SimpleNamespace(model=model), optimizers=[inner], global_step=5 * resumes)
+        attachment = _Lightning(EIGHT_BITS, dict(HOW))
+        if resumes:
+            with refused("no state of local steps"):
+                attachment.on_train_start(trainer, None)
+            attachment.on_load_checkpoint(trainer, None, dict(checkpoint))
+        attachment.on_train_start(trainer, None)
+        for step in range(6 if resumes else 1, 8):
+            inner.zero_grad()
+            loss_of(model, step, rank).backward()
+            inner.step()
+            if step == 5:
+                attachment.on_save_checkpoint(trainer, None, checkpoint)
+        results.append(whole(model.module))
+        attachment.local.close()
+    (state,) = checkpoint.values()
+    check(len({name.partition("/")[0] for name in state}) == dist.get_world_size(), "the state of every site")
+    check_ranks_agree("what rank 0 writes", {name: value.double() for name, value in state.items()})
+    check_equal("resumed", results[1], results[0])
+
+
+CASES = [
+    shards_average_with_their_twins,
+    one_of_several_copies_sends,
+    a_ddp_model_counts_its_optimisers_steps,
+    lightnings_checkpoints_hold_all_sites,
+]

@@ -16,6 +16,7 @@ from inputs import DISTRIBUTIONS, tensor
 
 from thinwire.kernels import bits, checksum, delta, hadamard, indices, quantize, random, scales, select, sign, ternary
 from thinwire.kernels.cpu import quantize as cpu_quantize
+from thinwire.kernels.levels import two_means
 from thinwire.kernels.tiles import top_rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -148,6 +149,19 @@ def test_top_rows(x, rows, share):
     assert torch.equal(index, top_rows(x, k, "cpu"))
     for row, chosen in zip(x, index):
         assert torch.equal(select.top(row, k, "reference")[0], chosen)
+
+
+@given(floats.filter(lambda x: x.numel() > 0), st.sampled_from([8, 24, 512]))
+def test_two_means(x, block):
+    """No other cut of a block's sorted magnitudes in two has less squared error than the means that were found."""
+    low, high = two_means(x, block, "reference")
+    assert all(same(*pair) for pair in zip((low, high), two_means(x, block, "cpu")))
+    for part, one, two in zip(x.double().abs().split(block), low.double(), high.double()):
+        found = torch.minimum((part - one).square(), (part - two).square()).sum()
+        order = part.sort().values
+        cuts = [(order[:i], order[i:]) for i in range(1, part.numel())] or [(order, order)]
+        least = min(float((a - a.mean()).square().sum() + (b - b.mean()).square().sum()) for a, b in cuts)
+        assert float(found) <= least * (1 + 1e-6) + 1e-12 * float(part.square().sum())
 
 
 @given(floats.filter(lambda x: x.numel() > 0), st.floats(0, 1))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from inputs import tensor
 from kernels_gpu_support import DEVICE, DTYPES, both, few, floats, interpreted, same, shifted, some  # noqa: F401
 
-from thinwire.kernels import delta, indices, quantize, select, tiles
+from thinwire.kernels import delta, indices, levels, quantize, select, tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")
 
@@ -40,6 +40,12 @@ def test_top_rows(x, rows, share):
     x = torch.stack([x.roll(i) for i in range(rows)])
     k = max(1, round(share * x.shape[1]))
     assert same(*both(lambda to, impl: tiles.top_rows(to(x), k, impl)))
+
+
+@few(8)
+@given(floats.filter(lambda x: x.numel() > 0), st.sampled_from([8, 24, 128]))
+def test_two_means(x, block):
+    assert all(same(*pair) for pair in zip(*both(lambda to, impl: levels.two_means(to(x), block, impl))))
 
 
 def into(x, threshold, cap, impl):

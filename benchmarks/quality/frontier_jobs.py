@@ -43,11 +43,11 @@ CANDIDATES: dict[str, tuple[Row, float]] = {
     "ours: gathered (local-max)": (sparse(hops=False, k=64), 0.0),
     "ours: hops": (sparse(), 0.0),
     "ours: hops, Nesterov 0.5": (sparse(momentum=0.5), 0.0),
-    "ours: hops, Nesterov 0.9": (sparse(lr=0.4, momentum=0.9), 0.0),
+    "ours: hops, no delay": (sparse(delay=0), 0.0),
+    "ours: hops, beta 0.8": (sparse(decay=0.8), 0.0),
     "ours: hops, keep": (sparse(decay=1.0), 1.0),
     "ours: hops, keep half": (sparse(decay=1.0), 0.5),
     "ours: hops, keep, Nesterov 0.5": (sparse(decay=1.0, momentum=0.5), 1.0),
-    "ours: gathered, keep": (sparse(hops=False, k=64, decay=1.0), 1.0),
 }
 LOCAL: dict[str, Row] = {
     "LocalSGD": {"wire": "off", "outer_lr": 1.0, "momentum": 0.0, "nesterov": False},
@@ -80,7 +80,12 @@ def best(rows: list[Row], is_it: Callable[[str], bool]) -> Row:
     mine = [row for row in rows if row["stage"] == "tune" and is_it(row["method"])]
     if not mine:
         raise SystemExit("run --stage tune first: rates are chosen from its lines")
-    return min(mine, key=lambda row: row["held"] if row["held"] == row["held"] else 1e9)
+    return min(mine, key=lambda row: min(loss for loss in (*_ends(row), 1e9) if loss == loss))
+
+
+def _ends(row: Row) -> tuple[float, ...]:
+    """The losses that a run may end with: its own, and that without the dense last round where it has one."""
+    return (row["held"], row["held_anchor"]) if row["flush"] else (row["held"],)
 
 
 def with_codec(table: Row, times: int) -> Row:
@@ -104,7 +109,8 @@ class Chosen:
         tuned = "fp32 per step" if method == "4 bits per step" else method
         row = best(self.rows, lambda m: m.startswith("ours:") if method in (OURS, MORE) else m == tuned)
         table = row["table"] if method != MORE else with_codec(row["table"], 4)
-        how = {"table": table, "keep": row["keep"], "flush": row["flush"], "apart": apart}
+        flush = row["flush"] and not row["held_anchor"] < row["held"]
+        how = {"table": table, "keep": row["keep"], "flush": flush, "apart": apart}
         return Job(method, sites, every, seed, self.steps, row["lr"], batch=self.batch, size=self.size, **how)
 
     def grid(self, methods: list[str], hs: tuple[int, ...], **how: Any) -> list[Job]:
@@ -144,7 +150,8 @@ class Chosen:
         rivals = ["Streaming DiLoCo", "SparseLoCo", OURS]
         if name == "frontier":
             every = [m for m in ORDER if m not in (MORE, TWO_BITS)]
-            return self.grid(["fp32 per step", OURS, *every, MORE, TWO_BITS], (30, 100)) + self.grid(every, (10,))
+            local = [m for m in every if not m.endswith("per step")]
+            return self.grid(["fp32 per step", OURS, *every, MORE, TWO_BITS], (30, 100)) + self.grid(local, (10,))
         if name == "seeds":
             per_seed = [self.grid(["fp32 per step", *rivals, MORE], (30, 100), seed=seed) for seed in (1, 2)]
             per_seed += [self.grid(rivals, (10,), seed=seed) for seed in (1, 2)]

@@ -4,8 +4,7 @@
 
 Losses are held-out, at what all sites share. Differences are to fp32 data parallel with the same seed, in percent of
 its loss, the mean over seeds with a 95 % interval (Student's t). Of local steps the loss after the method's own last
-round stands beside that after a last round in four bits per value, residuals included. `--times` takes the seconds of
-a step without a network.
+round stands beside that after a last round in four bits per value, residuals included.
 """
 
 from __future__ import annotations
@@ -163,9 +162,13 @@ def step_seconds(row: Row, rate: float, computing: float, share: float = 1.0) ->
 
 
 def times(rows: list[Row], computing: float, tolerance: float) -> list[str]:
-    """Markdown: minutes until the loss is within `tolerance` percent of what fp32 comes to; seed 0, four sites."""
+    """Markdown: minutes until the loss is within `tolerance` percent of what fp32 comes to; seed 0, four sites.
+
+    computing: seconds of a step without a network; 0: those that the card took for the step of fp32 data parallel.
+    """
     kinds = grouped(rows)
     exact = reference(kinds, False)[0]
+    computing = computing or exact["seconds"] / exact["steps"]
     target = exact["held"] * (1 + tolerance / 100)
     named = [("fp32 DDP", exact, 1.0), ("bf16 DDP", exact, 0.5)]
     for kind in sorted(kinds, key=place):
@@ -195,7 +198,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--tuned", action="store_true", help="what the tuning found")
     parser.add_argument("--figure", type=Path)
-    parser.add_argument("--times", type=float, metavar="SECONDS", help="of a step without a network")
+    said = "time to one loss; seconds of a step without a network, by default the card's for all sites' tokens"
+    parser.add_argument("--times", type=float, metavar="SECONDS", nargs="?", const=0.0, help=said)
     parser.add_argument("--tolerance", type=float, default=1.0, help="percent over fp32's loss, for --times")
     options = parser.parse_args()
     rows = done(options.out / "frontier.jsonl")
@@ -203,7 +207,7 @@ def main() -> None:
         print("\n".join(tuned(rows)))
     if options.table:
         print("\n".join(table(rows)))
-    if options.times:
+    if options.times is not None:
         print("\n".join(times(rows, options.times, options.tolerance)))
     if options.figure:
         draw(rows, options.figure)

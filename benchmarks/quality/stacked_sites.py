@@ -153,8 +153,10 @@ class LocalSites:
 
     @torch.no_grad()
     def flushed(self) -> tuple[Tensor, int]:
-        """(float32[n], bytes): the anchor after one more round in which all that sites have not sent yet, residuals
-        too, is sent in four bits per value, past the outer optimiser. Nothing here changes."""
+        """(float32[n], bytes): the anchor that `finish(last="max")` would leave: what is under way is applied, and all
+        that sites have not sent yet, residuals too, is sent in four bits per value, past the outer optimiser."""
+        for fragment in self.fragments:
+            self._apply(fragment)
         anchor, left = self.at_anchor(), torch.zeros_like(self.weights)
         for fragment in self.fragments:
             put(left, fragment.wire.spans, fragment.wire.left(self.weights))

@@ -12,6 +12,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, from_raw, raw_bytes
 from thinwire.codecs.quantize import Blockwise
 from thinwire.kernels import bits as bitpack
+from thinwire.kernels.levels import two_means
 from thinwire.kernels.quantize import as_blocks
 from thinwire.kernels.scales import decode_scale, encode_scale, from_bytes, nearest_scale, to_bytes
 
@@ -31,13 +32,11 @@ class TwoLevels(Blockwise):
 
     def _encode(self, x: Tensor, seed: int) -> Tensor:
         flat = x.view(-1)
-        magnitudes = as_blocks(flat, self.block).abs().double()
-        inside = as_blocks(torch.ones_like(flat, dtype=torch.float32), self.block) > 0
-        low, high = _two_means(magnitudes, inside)
+        low, high = two_means(flat, self.block)
         limit = _limit(x.dtype)
-        codes = [nearest_scale(level.float().clamp(max=limit), limit) for level in (low, high)]
+        codes = [nearest_scale(level.clamp(max=limit), limit) for level in (low, high)]
         low, high = (decode_scale(code).double() for code in codes)
-        upper = magnitudes > ((low + high) / 2)[:, None]
+        upper = as_blocks(flat, self.block).abs().double() > ((low + high) / 2)[:, None]
         coded = upper.to(torch.uint8).view(-1)[: flat.numel()] | ((flat < 0).to(torch.uint8) << 1)
         return torch.cat((bitpack.pack(coded, 2), *(to_bytes(code) for code in codes)))
 
@@ -57,22 +56,6 @@ class TwoLevels(Blockwise):
     def delta(self, numel: int) -> float | None:
         """No worse than one magnitude, the mean, as ScaledSign has it."""
         return (1 - 2.0**-12) / min(self.block, max(numel, 1))
-
-
-def _two_means(magnitudes: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """(lower mean, upper mean) of every row's values that are `inside`; both the same where there is one value."""
-    order = torch.where(inside, magnitudes, torch.inf).sort(dim=1).values
-    order = torch.where(order.isinf(), 0, order)
-    total, count = order.sum(1, keepdim=True), inside.sum(1, keepdim=True)
-    below = torch.arange(1, order.shape[1] + 1, device=order.device)  # values in the lower half
-    sums = order.cumsum(1)
-    above = (count - below).clamp(min=1)
-    spread = sums.square() / below + (total - sums).square() / above
-    spread = torch.where(below < count, spread, torch.where(count == 1, 0.0, -1.0))
-    best = spread.argmax(1, keepdim=True)
-    lower = sums.gather(1, best)
-    low, high = lower / (best + 1), (total - lower) / (count - best - 1).clamp(min=1)
-    return low.squeeze(1), torch.where(count > 1, high, low).squeeze(1)
 
 
 @dataclass(frozen=True)

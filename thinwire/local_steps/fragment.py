@@ -107,6 +107,13 @@ def at_anchors(fragments: list[Fragment]) -> Iterator[None]:
                 weight.copy_(kept[name])
 
 
+def start_anew(fragments: list[Fragment]) -> None:
+    """From the anchors, as if they had just been sent."""
+    for fragment in fragments:
+        fragment.tokens = 0.0
+        fragment.take_anchor()
+
+
 def _anchor(parameter: nn.Parameter, host: bool) -> nn.Parameter:
     """A copy in float32 at least: outer steps are smaller than bfloat16 can add."""
     weight = own_part(parameter)

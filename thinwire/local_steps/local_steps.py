@@ -8,8 +8,8 @@ DiLoCo (arXiv 2311.08105), Streaming DiLoCo (2501.18512), SparseLoCo (2508.15706
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from os import PathLike
 from typing import Any
@@ -33,7 +33,8 @@ from thinwire.distributed.summary import Summary
 from thinwire.distributed.thread import CommunicationThread
 from thinwire.errors import UsageError
 from thinwire.local_steps.checks import check_alike, shard_group
-from thinwire.local_steps.fragment import Fragment, at_anchors, own_part
+from thinwire.local_steps.fragment import Fragment, at_anchors, own_part, start_anew
+from thinwire.local_steps.last import other_wire
 from thinwire.local_steps.quorum import Meetings, check_settings
 from thinwire.local_steps.round import Round, Site
 from thinwire.local_steps.schedule import Schedule, split_fragments
@@ -63,8 +64,7 @@ class LocalSteps:
     mix: "carry" keeps what a site has learnt since sending, θ ← anchor + (θ − θ_sent); a share α from 0 to under 1 is
     θ ← α·θ + (1 − α)·anchor.
     warmup: the first inner steps, after each of which weights are averaged exactly. host: anchors, the outer
-    optimiser's state and residuals are kept in host memory, and exchanged from there, over Gloo. seed: of stochastic
-    rounding and random choices.
+    optimiser's state and residuals are kept in host memory, and exchanged from there, over Gloo. seed: of all chance.
     parts: ranks of this site that hold other parts of the model (tensor parallel, pipeline; of FSDP2 they are known).
     copies: ranks of this site that hold the same part (DDP): the first of them sends, the others are told the mean.
 
@@ -108,8 +108,7 @@ class LocalSteps:
         self.in_flight: dict[int, Round] = {}
         self.steps = self.resumed = 0  # inner steps, those of a loaded state included; of them, those of the state
         self.rounds = 0  # fragments' means that were applied or dropped
-        self.skips = 0  # of them, those dropped
-        self.returns = 0  # of them, those in which this site's weights were not finite
+        self.skips = self.returns = 0  # of them, those dropped; those in which this site's weights were not finite
         self.meetings: Meetings | None = None
         if quorum is not None:
             self.meetings = Meetings(quorum, self.site, (settings, outer, seed), self.fragments, inner, self.thread)
@@ -146,7 +145,7 @@ class LocalSteps:
         for fragment in self.fragments:
             fragment.tokens += tokens
         if self.schedule.is_warmup(self.steps):
-            self._average_exactly()
+            self._average(self.site, exact=True)
             return True
         due = self.schedule.applied(self.steps)
         if self.meetings is not None:
@@ -161,10 +160,16 @@ class LocalSteps:
             self._apply(number)
         return bool(due)
 
-    def finish(self) -> None:
-        """At the end of training, on all ranks: one last round of every fragment. All sites then hold the anchor."""
+    def finish(self, last: WireLike | None = None) -> None:
+        """At the end of training, on all ranks: one last round of every fragment. All sites then hold the anchor.
+
+        last: that round's own wire, such as "max". It then sends residuals too, and goes past the outer optimiser.
+        """
         self._apply_all()
-        for fragment in self.fragments:
+        if last is not None:
+            with other_wire(self.site, last, self.fragments) as other:
+                self._average(other, exact=False)
+        for fragment in self.fragments if last is None else ():
             if self.meetings is not None:
                 self._meet(fragment.number)
             elif fragment.tokens:
@@ -173,11 +178,9 @@ class LocalSteps:
         for fragment in self.fragments:
             fragment.take_anchor()
 
-    @contextmanager
-    def at_anchor(self) -> Iterator[None]:
+    def at_anchor(self) -> AbstractContextManager[None]:
         """Inside, the model has the anchor's weights, which all sites share: evaluate and save there."""
-        with at_anchors(self.fragments):
-            yield
+        return at_anchors(self.fragments)
 
     def summary(self) -> Summary:
         """What was sent between sites so far, beside fp32 data parallel that averages gradients after every step."""
@@ -201,14 +204,13 @@ class LocalSteps:
         self.in_flight.clear()  # of a round that did not count
         return self._send(fragment)
 
-    def _send(self, fragment: Fragment, exact: bool = False) -> Round:
-        keeps = self.schedule.delay > 0
-        sent = {name: weight.clone() for name, weight in fragment.weights().items()} if keeps else {}
-        exact = exact or self.site.exchange.steps < self.exact_rounds
+    def _send(self, fragment: Fragment, site: Site | None = None, exact: bool | None = None) -> Round:
+        sent = {name: w.clone() for name, w in fragment.weights().items()} if self.schedule.delay else {}
+        exact = self.site.exchange.steps < self.exact_rounds if exact is None else exact
         round = Round(fragment.number, self.steps, fragment.outer_gradient(), fragment.tokens, exact, sent)
         fragment.tokens = 0.0
         self.in_flight[fragment.number] = round
-        self.thread.submit(partial(round.run, self.site), fragment.home, lambda error: round.arrived.set())
+        self.thread.submit(partial(round.run, site or self.site), fragment.home, lambda error: round.arrived.set())
         return round
 
     def _arrived(self, number: int) -> Round:
@@ -231,10 +233,10 @@ class LocalSteps:
         for number in sorted(self.in_flight, key=lambda n: self.in_flight[n].step):
             self._apply(number)
 
-    def _average_exactly(self) -> None:
-        """The warm-up's step: θ ← mean of θ over the sites, past the outer optimiser."""
+    def _average(self, site: Site, exact: bool) -> None:
+        """θ ← mean of θ over the sites, past the outer optimiser: the warm-up's step, or the last round."""
         for fragment in self.fragments:
-            self._send(fragment, exact=True)
+            self._send(fragment, site, exact)
         for fragment in self.fragments:
             round = self._arrived(fragment.number)
             del self.in_flight[fragment.number]
@@ -280,9 +282,7 @@ class LocalSteps:
             load_optimizer(self.inner, self.parameters, "inner", mine)
         else:
             self._apply_all()
-            for fragment in self.fragments:
-                fragment.tokens = 0.0
-                fragment.take_anchor()
+            start_anew(self.fragments)
 
     def read_state(self, path: str | PathLike[str], prefix: str) -> dict[str, Any]:
         """What load_state_dict needs, from dcp.save({prefix: local.state_dict(), …}, checkpoint_id=path); path: the

@@ -18,11 +18,14 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from thinwire.collectives.messages import gather
 from thinwire.config.local import Local
 from thinwire.config.wire import WireLike
 from thinwire.errors import UsageError
 from thinwire.local_steps.local_steps import LocalSteps
 from thinwire.torch_private.ddp import hook_state, leave_hooks_behind
+
+NAME = "thinwire_local_steps"  # of the state in Lightning's checkpoints
 
 
 def _stay_local(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -101,15 +104,43 @@ class _HuggingFace(Attachment):
 
 
 class _Lightning(Attachment):
-    """Lightning writes rank 0's file only: save `attachment.local.state_dict()` yourself where runs are resumed."""
+    """The state of all sites is part of the trainer's checkpoint, which rank 0 writes."""
+
+    saved: dict[str, Tensor] | None = None
 
     def on_train_start(self, trainer: Any, pl_module: object) -> None:
         self.attach(trainer.strategy.model, trainer.optimizers[0])
+        if self.local is None or not trainer.global_step:
+            return
+        if self.saved is None:
+            raise UsageError("local_steps: the checkpoint has no state of local steps: sites cannot go on with theirs")
+        self.local.load_state_dict(self.saved)
+        self.saved = None
+
+    def on_save_checkpoint(self, trainer: object, pl_module: object, checkpoint: dict[str, Any]) -> None:
+        """On all ranks."""
+        if self.local is not None:
+            checkpoint[NAME] = _of_all_sites(self.local)
+
+    def on_load_checkpoint(self, trainer: object, pl_module: object, checkpoint: dict[str, Any]) -> None:
+        """Before training begins, and with it `local`."""
+        self.saved = checkpoint.get(NAME)
 
     def on_train_end(self, trainer: Any, pl_module: object) -> None:
         """All sites end with the anchor."""
         if self.local is not None:
             self.local.finish()
+
+
+def _of_all_sites(local: LocalSteps) -> dict[str, Tensor]:
+    """Every site's state_dict, in host memory, on all ranks."""
+    mine, out = local.state_dict(), {}
+    group, home = local.site.exchange.flag_group, local.fragments[0].home
+    for name in sorted(mine):
+        _, _, rest = name.partition("/")
+        for rank, value in enumerate(gather(mine[name].to(home), group)):
+            out[f"rank{rank}of{local.site.sites}/{rest}"] = value.cpu()
+    return out
 
 
 def local_steps(

@@ -73,6 +73,7 @@ class Quorum(DirectMembers, Elastic):
         self.staged: list[Callable[[bool], None]] = []
         self.undecided: int | None = None  # the quorum of a step that did not count here, and may have for others
         self._committed = -1
+        self._resumed = 0, 0  # steps, batches
         self.register("thinwire quorum", self._load, lambda: {"committed": self._committed})
         for key, part in state.items():
             self.register(key, part.load_state_dict, part.state_dict)
@@ -80,7 +81,19 @@ class Quorum(DirectMembers, Elastic):
     @property
     def steps(self) -> int:
         """That counted, since the run began."""
-        return 0 if self.manager is None else int(self.manager.current_step())
+        return self._resumed[0] if self.manager is None else int(self.manager.current_step())
+
+    @property
+    def batches(self) -> int:
+        """Of all members, that counted: a step of three members has three."""
+        return self._resumed[1] if self.manager is None else int(self.manager.batches_committed())
+
+    def go_on_from(self, steps: int, batches: int) -> None:
+        """Before the first step: this member's state is that after so many steps and batches, from a checkpoint. Where
+        another member has made more steps, this one takes its state."""
+        if self.manager is not None:
+            raise UsageError("Quorum: go_on_from comes before quorum.begin()")
+        self._resumed = steps, batches
 
     @property
     def size(self) -> int:
@@ -115,6 +128,7 @@ class Quorum(DirectMembers, Elastic):
         if self.manager is None:
             self._most_bytes()  # what cannot be sent is said now, and not when the first newcomer comes
             self.manager = self._join()
+            self.manager.load_state_dict({"step": self._resumed[0], "batches_committed": self._resumed[1]})
             for name, (load, save) in self.told.items():
                 self.manager.register_state_dict_fn(name, load, save)
         try:

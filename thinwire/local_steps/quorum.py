@@ -51,6 +51,7 @@ class Meetings:
         self.thread = thread
         self.number = 0  # of the fragment whose round it is
         self.steps = 0  # inner steps, equal on all sites when they meet
+        self.tokens = 0.0  # of all sites, in the rounds that counted
         settings, outer, seed = about
         config = describe(settings, "local") | {"seed": repr(seed), "outer": "by default" if outer is None else "given"}
         config |= describe_parameters({name: own_part(p) for name, p in self.parameters.items()})
@@ -71,14 +72,18 @@ class Meetings:
             self.quorum.begin()
             fragment = self.fragments[self.number]
             tokens = fragment.tokens
+            weight = 0.0
             try:
                 self.thread.submit(self._follow)
                 self.thread.wait()
-                send(fragment, self.steps).wait()
+                round = send(fragment, self.steps)
+                round.wait()
                 self.thread.wait()
+                weight = 0.0 if round.dropped else round.weight
             except RuntimeError as error:
                 self.quorum.report(error)
             if self.quorum.commit():
+                self.tokens += weight / len(self.fragments)
                 return self.number
             fragment.tokens = tokens
 
@@ -90,7 +95,7 @@ class Meetings:
     def _save(self) -> Saved:
         state = site_state(self.inner, self.parameters, self.fragments)
         kept = {name: value for name, value in state.items() if not name.startswith("weight/")}
-        return {"number": self.number, "steps": self.steps, "state": kept}
+        return {"number": self.number, "steps": self.steps, "tokens": self.tokens, "state": kept}
 
     def _load(self, told: Saved) -> None:
         state = told["state"]
@@ -103,3 +108,4 @@ class Meetings:
             fragment.take_anchor()
         self.number = int(str(told["number"]))
         self.steps = int(str(told["steps"]))
+        self.tokens = float(str(told["tokens"]))

@@ -74,7 +74,8 @@ class Round:
 
     fragment: its number. step: the inner step after which it was sent. values: Δ by unit. tokens: what it weighs.
     exact: nothing is compressed. sent: the weights as they were, where the mean is applied later.
-    means: by unit, once it has `arrived`. returns: this site's Δ was not finite. dropped: no mean counts.
+    means: by unit, once it has `arrived`. returns: this site's Δ was not finite. dropped: no mean counts. weight: the
+    tokens of all sites.
     """
 
     fragment: int
@@ -86,6 +87,7 @@ class Round:
     means: dict[Unit, Tensor] = field(default_factory=dict)
     returns: bool = False
     dropped: bool = False
+    weight: float = 0.0
     arrived: threading.Event = field(default_factory=threading.Event)
     ready: torch.cuda.Event | None = None
 
@@ -114,6 +116,7 @@ class Round:
     def _between(self, site: Site, device: torch.device) -> None:
         if site.sites == 1:
             self.dropped = self.returns
+            self.weight = self.tokens
             self.means = {} if self.dropped else self.values
             return
         factor = self._weight(site, device)
@@ -149,8 +152,8 @@ class Round:
                     f"LocalSteps: site {rank} averages fragment {fragment:.0f} after step {step:.0f}, this one "
                     f"{self.fragment} after step {self.step}: all sites make as many inner steps"
                 )
-        total = sum(tokens for tokens, _, _ in everyone)
-        return site.sites * float(mine[0]) / total if total > 0 else None
+        self.weight = sum(tokens for tokens, _, _ in everyone)
+        return site.sites * float(mine[0]) / self.weight if self.weight > 0 else None
 
     def _share(self, copies: dist.ProcessGroup, device: torch.device) -> None:
         """From the first copy: does the mean count, and the mean."""

@@ -25,6 +25,8 @@ from torch import nn
 
 import thinwire as tw
 
+SLOW = float(os.environ.get("THINWIRE_TEST_SLOW", "1"))
+LIMITS = {"min_members": 2, "timeout": 4 * SLOW, "patience": 40 * SLOW}
 WIRES = {
     "feedback": tw.Reduction(tw.collectives.Quantized(4), tw.memory.ErrorFeedback()),
     "shift": tw.Reduction(tw.collectives.TopkAllgather(0.05), tw.memory.EControl(0.5)),
@@ -54,7 +56,7 @@ def train_locally(address: str, name: str, steps: int, events: dict[int, str], o
     """Two inner steps per round; steps and events count rounds."""
     model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10))
     inner = torch.optim.AdamW(model.parameters(), 1e-2)
-    quorum = tw.elastic.Quorum({}, address, name=name, min_members=2, timeout=2, patience=30)
+    quorum = tw.elastic.Quorum({}, address, name=name, **LIMITS)
     wait_for_the_test(out)
     local = tw.parallel.LocalSteps(
         model.named_parameters(), inner, tw.Wire(gradient=WIRES["feedback"]), quorum, every=2, fragments=2
@@ -127,9 +129,7 @@ def wait_for_the_test(out: str) -> None:
 def main(address: str, name: str, wire: str, steps: int, events: dict[int, str], out: str) -> None:
     model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    quorum = tw.elastic.Quorum(
-        {"model": model, "optimizer": optimizer}, address, name=name, min_members=2, timeout=2, patience=30
-    )
+    quorum = tw.elastic.Quorum({"model": model, "optimizer": optimizer}, address, name=name, **LIMITS)
     if wire == "feedback":
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         forward = nn.parallel.DistributedDataParallel(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -134,7 +135,7 @@ class Quorum(DirectMembers, Elastic):
         try:
             self.manager.start_quorum()
         except (RuntimeError, TimeoutError) as error:
-            raise RunFailed(f"no quorum: {error}") from error
+            raise RunFailed(f"no quorum: {_reason(error)}") from error
         self._settle(False)  # where it counted for others, their state has come and said so
         if self.manager.errored() is not None:  # the state did not come, or the connections: take no part
             log.warning("thinwire: this member takes no part in a step: %s", self.manager.errored())
@@ -195,3 +196,9 @@ class Quorum(DirectMembers, Elastic):
         self.connections.shutdown()
         if self.manager is not None:
             self.manager.shutdown(wait=False)
+
+
+def _reason(error: Exception) -> str:
+    """What torchft's server said, without what surrounds it."""
+    found = re.search(r'message: "([^"]+)"', str(error))
+    return found[1] if found else str(error)

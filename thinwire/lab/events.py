@@ -100,10 +100,11 @@ def last_step(run: Path | None) -> int:
         return -1
 
 
-def load_events(path: str | Path, hosts: Sequence[str]) -> Script:
-    """The events of a file. hosts: those that there are. UsageError where something in it is not allowed."""
+def load_events(path: str | Path, hosts: Sequence[str], run: str | None = None) -> Script:
+    """The events of a file. hosts: those that there are. run: the folder whose steps count, where the file names none.
+    UsageError where something in it is not allowed."""
     document = read_toml(path)
-    run = document.pop("run", None)
+    run = document.pop("run", run)
     given = document.pop("events", [])
     if document or not isinstance(given, list) or not given:
         raise UsageError(f'{path}: allowed are run = "FOLDER" and tables [[events]], one at least')
@@ -120,7 +121,7 @@ def _event(where: str, table: Mapping[str, Any], hosts: Sequence[str]) -> Event:
     kind, host, step = table.get("do"), table.get("host"), table.get("step")
     if kind not in KINDS:
         raise UsageError(f"{where}: do = {kind!r}: allowed are {', '.join(KINDS)}")
-    if host not in hosts:
+    if not isinstance(host, str) or host not in hosts:
         raise UsageError(f"{where}: host = {host!r}: the hosts are {', '.join(hosts)}")
     if ("at" in table) == (step is not None) or (step is not None and type(step) is not int):
         raise UsageError(f'{where}: needs at = "20s" or step = 40, and not both')

@@ -51,8 +51,8 @@ class Ranks:
     """The ranks of one run.
 
     selector: to which their pipes are added.
-    report: called with ("output", rank, stream, text), ("exit", rank, status, result) and ("lost", rank, status) events;
-    the last of a rank that `lose` has killed.
+    report: called with ("output", rank, stream, text), ("exit", rank, status, result) and, of a rank that `lose` has
+    killed, ("lost", rank, status) events.
     """
 
     def __init__(self, selector: selectors.BaseSelector, report: Callable[[Event], None]) -> None:

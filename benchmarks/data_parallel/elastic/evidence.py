@@ -7,9 +7,9 @@
 
 Groups, in the order in which they begin: main (500 steps, every member killed ten times, three seeds, and undisturbed),
 faults (100 runs of a minute with kills, freezes and cut links), local (as main with rounds of local steps), torchft
-(torchft alone in fp32 beside thinwire, 150 steps, three deaths), heal (a state over 50 Mb/s). One line of JSON per run is
-appended to OUT/runs.jsonl as it ends; runs that are there are not made again. torchft is taken from --torchft, a folder
-with its unpacked wheels, where it is not installed.
+(torchft alone in fp32 beside thinwire, 150 steps, three deaths), heal (a state over 50 Mb/s). One line of JSON per run
+is appended to OUT/runs.jsonl as it ends; runs that are there are not made again. torchft is taken from --torchft, a
+folder with its unpacked wheels, where it is not installed.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Running:
         self.run, self.cores, self.began = run, cores, time.monotonic()
         self.log = (out / f"{run.name}.log").open("w")
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / run.words[0]), *run.words[1:]], stdout=subprocess.PIPE, stderr=self.log, text=True,
-            start_new_session=True, preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            [sys.executable, str(HERE / run.words[0]), *run.words[1:]], stdout=subprocess.PIPE, stderr=self.log,
+            text=True, start_new_session=True, preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )  # fmt: skip
 
     def result(self) -> dict[str, Any] | None:
@@ -190,8 +190,8 @@ def summary(found: list[dict[str, Any]]) -> None:
     faults = [x for x in good if x.get("kind") == "faults"]
     if faults:
         lines = sorted({end for x in faults for end in x["ends"]})
-        print(f"faults: {len(faults)} runs, hangs {sum(x['hangs'] for x in faults)}, tracebacks "
-              f"{sum(x['tracebacks'] for x in faults)}, lives {sum(x['lives'] for x in faults)}; ends: {lines}")  # fmt: skip
+        sums = {key: sum(x[key] for x in faults) for key in ("hangs", "tracebacks", "lives")}
+        print(f"faults: {len(faults)} runs, {sums}; ends: {lines}")
     for line in found:
         if "failed" in line or line.get("kind") == "heal":
             print(json.dumps(line))

@@ -2,12 +2,12 @@
 
     python benchmarks/data_parallel/elastic/faults.py --seed 3 [--seconds 45] [--method max|local]
 
-For `--seconds` things happen to members, about every three seconds to one of them: kill -9 (and a new life after up to two
-seconds), SIGSTOP for up to ten seconds, its link cut for up to ten seconds. Then nothing more happens, and the members
-train until they have made 20 more steps. A member that ends by itself with an error is started again, as whoever runs
-it would do. Printed as one line of JSON: what happened, steps, how members ended (each of them with its last line), and
-hangs: members that had not ended `--grace` seconds after the last event, with where they were. 0 is right, as are 0
-tracebacks.
+For `--seconds` things happen to members, about every three seconds to one of them: kill -9 (and a new life after up to
+two seconds), SIGSTOP for up to ten seconds, its link cut for up to ten seconds. Then nothing more happens, and the
+members train until they have made 20 more steps. A member that ends by itself with an error is started again, as
+whoever runs it would do, unless the others are through. Printed as one line of JSON: what happened, steps, how members
+ended (each of them with its last line), and hangs: members that had not ended `--grace` seconds after the last event,
+with where they were. 0 is right, as are 0 tracebacks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from member import Life, train  # noqa: E402
+from member import Life, train, warm_up
 
-import thinwire as tw  # noqa: E402
-from thinwire.elastic.require import require_torchft  # noqa: E402
-from thinwire.errors import RunFailed, UsageError  # noqa: E402
-from thinwire.lab import Network  # noqa: E402
+import thinwire as tw
+from thinwire.errors import RunFailed, UsageError
+from thinwire.lab import Network
 
 PORT, MEMBERS, MORE = 29610, 3, 20
 OPTIONS = {"members": MEMBERS, "steps": 500, "width": 16, "min_members": 2, "timeout": 5, "patience": 20}
@@ -53,9 +52,7 @@ def plan(seed: int, seconds: float) -> list[dict[str, Any]]:
 def keep(folder: str, options: dict[str, Any], addresses: list[str], events: list[dict[str, Any]]) -> dict[str, Any]:
     """On every host. On the first: the lighthouse, until all members have ended. On the others a member."""
     rank, home = int(os.environ["RANK"]), Path(folder)
-    require_torchft()
-    import torchft  # noqa: F401  (before members are forked)
-
+    warm_up()
     (home / f"ready.{rank}").touch()
     if rank == 0:
         with tw.elastic.Lighthouse(addresses[0], PORT, min_members=2, lost_seconds=1.0, join_seconds=5):
@@ -91,7 +88,7 @@ class Keeper:
             ended, status = os.waitpid(self.process, os.WNOHANG)
             if ended:
                 self.ends.append(self._last_line(status))
-                if status == 0:
+                if status == 0 or list(self.home.glob("ended.*")):
                     return {"lives": self.life + 1, "ends": self.ends, "hang": None}
                 self._start()
             if now > self.options["until"]:

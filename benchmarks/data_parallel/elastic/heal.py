@@ -2,8 +2,8 @@
 
     python benchmarks/data_parallel/elastic/heal.py [--width 2000] [--rate 50mbit]
 
-The state is that of a model that has trained for `--steps` steps with Adam: what packing gains depends on it. Printed as
-one line of JSON: seconds and the bytes that crossed the link, of each, and both computed for 135 million parameters.
+The state is that of a model that has trained for `--steps` steps with Adam: what packing gains depends on it. Printed
+as one line of JSON: seconds and the bytes that crossed the link, of each, and both computed for 135 million parameters.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from member import NextByte, batch, text  # noqa: E402
+from member import NextByte, batch, text
 
-from thinwire.elastic.healing import Healing  # noqa: E402
-from thinwire.elastic.packing import nbytes  # noqa: E402
-from thinwire.elastic.require import require_torchft  # noqa: E402
-from thinwire.lab import Network  # noqa: E402
+from thinwire.elastic.healing import Healing
+from thinwire.elastic.packing import nbytes
+from thinwire.elastic.require import require_torchft
+from thinwire.lab import Network
 
 LARGE = 135e6  # parameters
 PATIENCE = 600.0

@@ -1,7 +1,7 @@
 """One life of a member: what it trains, and how its gradients are averaged. Used by one_run.py and faults.py.
 
-Methods: a preset of `[wire]` (by `Reducer`), "local" (`LocalSteps`), "torchft" (torchft alone: its all-reduce in fp32 and
-its own transport of state).
+Methods: a preset of `[wire]` (by `Reducer`), "local" (`LocalSteps`), "torchft" (torchft alone: its all-reduce in fp32
+and its own transport of state).
 """
 
 from __future__ import annotations
@@ -18,11 +18,30 @@ import torch
 from torch import Tensor, nn
 
 import thinwire as tw
+from thinwire.config.presets import LOCAL_PRESETS
+from thinwire.elastic.require import require_torchft
 
 CONTEXT, BATCH = 32, 64
 DOCS = Path(__file__).parents[3] / "docs"
 EVERY = 10  # inner steps of a round of local steps
 RATE = 1e-3
+
+
+def warm_up() -> None:
+    """Before members are forked: what each of them would import and compile again."""
+    import torch._dynamo
+
+    from thinwire.config.wire import Wire
+    from thinwire.data_parallel.precompile import try_exchange
+
+    require_torchft()
+    import torchft  # noqa: F401
+
+    torch.set_num_threads(1)
+    for wire in ("max", {"gradient": LOCAL_PRESETS["sparseloco"]["wire"]["gradient"]}):
+        reduction = Wire.of(wire).gradient
+        assert reduction is not None
+        try_exchange(reduction, {"weight": (128, 128), "bias": (128,)}, torch.zeros(1))
 
 
 class NextByte(nn.Module):

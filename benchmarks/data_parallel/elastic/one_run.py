@@ -30,11 +30,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from member import Life, train  # noqa: E402
+from member import Life, train, warm_up
 
-import thinwire as tw  # noqa: E402
-from thinwire.elastic.require import require_torchft  # noqa: E402
-from thinwire.lab import Network  # noqa: E402
+import thinwire as tw
+from thinwire.lab import Network
 
 PORT = 29610
 LIMITS = {"min_members": 2, "timeout": 5, "patience": 60}
@@ -43,9 +42,7 @@ LIMITS = {"min_members": 2, "timeout": 5, "patience": 60}
 def keep(folder: str, options: dict[str, Any], addresses: list[str]) -> int:
     """On every host. On the first: the lighthouse. On the others a member, killed and started again; how often."""
     rank, home = int(os.environ["RANK"]), Path(folder)
-    require_torchft()
-    import torchft  # noqa: F401  (before members are forked)
-
+    warm_up()
     if rank == 0:
         with tw.elastic.Lighthouse(addresses[0], PORT, min_members=2, lost_seconds=1.0):
             while not (home / "finished").exists():
@@ -169,7 +166,8 @@ def summarise(found: dict[str, list[dict[str, Any]]], members: int) -> dict[str,
             first[line["step"]] = min(line["at"], first.get(line["step"], line["at"]))
         norms = [line["residual"] for line in counted if line["residual"] is not None]
         (kept if name in survivors else lost).extend(norms[-1:])
-    begun = min(line["step"] for lines in found.values() for line in lines if line["size"] == members)
+    whole = [line["step"] for lines in found.values() for line in lines if line["size"] == members]
+    begun = min(whole, default=min(first))
     times = [first[step] for step in sorted(first) if step >= begun]
     gaps = [b - a for a, b in itertools.pairwise(times)]
     return {

@@ -73,9 +73,10 @@ class MemberTrainer:
         self.before = (0, 0, 0)  # this member's COUNTED at its last step that counted
         self.steps = self.parts.steps
         self.stop = StopRequest(True)
+        self.resume = resume
         if found is not None:
             self._load(found)
-        self.metrics = Metrics(self.out, self.step if found is not None else None, config.run.loggers)
+        self.metrics: Metrics | None = None  # from the first meeting on, which says from which step this member goes on
 
     @property
     def step(self) -> int:
@@ -91,7 +92,8 @@ class MemberTrainer:
             self.quorum.close()
             self.reducer.close()
             self.parts.close()
-            self.metrics.close()
+            if self.metrics is not None:
+                self.metrics.close()
 
     def _fit(self) -> float:
         config, held_out, begun = self.config.run, math.nan, False
@@ -123,12 +125,15 @@ class MemberTrainer:
         """One step: did it count?"""
         began = time.perf_counter()
         self.quorum.begin()
+        if self.metrics is None:
+            self.metrics = Metrics(self.out, self.step if self.resume else None, self.config.run.loggers)
         lr = rate(self.config.optim, self.step, self.steps)
         try:
             self._meet()
             batch = self._deal()
+            computing = time.perf_counter()
             loss = self._backward(batch)
-            computed = (time.perf_counter() - began) / max(1, len(batch.ids))
+            computed = (time.perf_counter() - computing) / max(1, len(batch.ids))
             self.reducer.finish()
             told = self._tell(loss, computed)
         except RuntimeError as error:  # a member was lost
@@ -237,6 +242,7 @@ class MemberTrainer:
         return held_out
 
     def _write(self, kind: str, **values: Any) -> None:
+        assert self.metrics is not None, "before the first meeting"
         self.metrics.write(kind, self.step, **values)
         self.on_event({"kind": kind, "step": self.step, **values})
 

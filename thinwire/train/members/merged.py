@@ -58,6 +58,5 @@ class Merged:
 def key(event: Event) -> Hashable:
     """What members write alike has the same one."""
     if event["kind"] == "member":
-        names = event.get("members")
-        return "member", event["step"], event["text"] if names is None else tuple(sorted(names))
+        return "member", event["step"], event["text"]
     return (event["kind"],) if event["kind"] in ("run", "end") else (event["kind"], event["step"])

@@ -18,19 +18,26 @@ class Roll:
     def __init__(self, slow: float) -> None:
         self.slow = slow
         self.names: list[str] = []
+        self.lives: dict[str, str] = {}
         self.seconds: dict[str, deque[float]] = {}
         self.reported: set[str] = set()
 
-    def meet(self, names: Sequence[str]) -> str | None:
-        """The members of a new quorum, by rank: a line about who came and went; None where nobody did."""
-        before, self.names = self.names, list(names)
-        came = [name for name in names if name not in before]
+    def meet(self, present: Sequence[tuple[str, str]]) -> str | None:
+        """The members of a new quorum, by rank: a line about who came and went; None where nobody did.
+
+        present: everybody's name, and something that differs between a member and one of that name after it."""
+        before, self.lives = self.lives, dict(present)
+        self.names = names = [name for name, _ in present]
+        came = [name for name, life in present if before.get(name) != life]
         left = [name for name in before if name not in names]
-        self.seconds = {name: kept for name, kept in self.seconds.items() if name in names}
+        self.seconds = {name: kept for name, kept in self.seconds.items() if name in names and name not in came}
         self.reported &= set(names)
         if not came and not left:
             return None
-        changes = [f"{', '.join(some)} {what}" for some, what in ((came, "came"), (left, "left")) if some and before]
+        again = [name for name in came if name in before]
+        came = [name for name in came if name not in before]
+        parts = ((came, "came"), (again, "died and came again"), (left, "left"))
+        changes = [f"{', '.join(some)} {what}" for some, what in parts if some and before]
         count = f"{len(names)} member{'s' if len(names) > 1 else ''}: {', '.join(sorted(names))}"
         return "; ".join([*changes, count])
 

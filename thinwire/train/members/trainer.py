@@ -162,11 +162,11 @@ class MemberTrainer:
         """Learn who is there, where that has changed."""
         if self.quorum.number == self.met:
             return
-        names = gather_json(self.name, self.quorum)
-        line = self.roll.meet(names)
+        present = gather_json([self.name, self.quorum.healing.token[:8]], self.quorum)
+        line = self.roll.meet([(name, life) for name, life in present])
         self.met = self.quorum.number
         if line is not None:
-            self._write("member", text=line, members=names)
+            self._write("member", text=line, members=self.roll.names)
             self.say(f"step {self.step}: {line}")
         if self.healed:
             self.healed = False

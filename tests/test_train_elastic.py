@@ -44,7 +44,7 @@ preset = "max"
 """
 KILL = """
 [[events]]
-step = 4
+step = 2
 do = "kill"
 host = "host2"
 for = "0.2s"
@@ -66,20 +66,20 @@ def test_a_member_is_killed_and_comes_again_and_the_run_is_resumed(tmp_path, cap
     events = tmp_path / "events.toml"
     events.write_text(KILL)
     out = tmp_path / "out"
-    words = ["train", write(tmp_path, 9), "--elastic", "--local", "3", "--rate", "50mbit", "--timeout", "250"]
+    words = ["train", write(tmp_path, 12), "--elastic", "--local", "3", "--rate", "200kbit", "--timeout", "250"]
     assert cli.main([*words, "--events", str(events)]) == 0
     found = read_events(out / "metrics.jsonl")
-    assert [event["step"] for event in found if event["kind"] == "step"] == list(range(1, 10)), "every step counts once"
+    assert [event["step"] for event in found if event["kind"] == "step"] == list(range(1, 13)), "every step counts once"
     texts = [event["text"] for event in found if event["kind"] == "member"]
     assert any(text.startswith("host2 died and came again; 3 members") for text in texts), texts
     assert any(text.startswith("host2 took the others' state") for text in texts), texts
     models = [load_file(out / f"host{number}" / "model" / "model-00001-of-00001.safetensors") for number in (1, 2, 3)]
     assert all(torch.equal(models[0][name], other[name]) for other in models[1:] for name in models[0])
-    words[1] = write(tmp_path, 12)
+    words[1] = write(tmp_path, 15)
     assert cli.main([*words, "--resume"]) == 0
     steps = [event for event in read_events(out / "metrics.jsonl") if event["kind"] == "step"]
-    assert [event["step"] for event in steps] == list(range(1, 13))
-    assert steps[-1]["gradient_bytes"] > steps[8]["gradient_bytes"] > 0, "counts go on where they were"
+    assert [event["step"] for event in steps] == list(range(1, 16))
+    assert steps[-1]["gradient_bytes"] > steps[11]["gradient_bytes"] > 0, "counts go on where they were"
     assert cli.main(words) == 2 and "holds a run already" in capsys.readouterr().err
 
 

@@ -181,7 +181,7 @@ def _elastic(config: TrainConfig, args: argparse.Namespace) -> int:
                 config, args.local, rate=args.rate, latency=args.latency, loss=args.loss, resume=args.resume,
                 script=script, stop=stop, timeout=args.timeout,
             )  # fmt: skip
-    print(closing(config.run.out, events))
+    print(closing(config.run.out, events, "host1/model"))
     return 0 if any(event["kind"] == "end" for event in events) else INTERRUPTED
 
 

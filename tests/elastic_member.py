@@ -1,13 +1,10 @@
 """One member of an elastic run: trains a small model, does to itself what its events say, and notes every step.
 
-    python elastic_member.py LIGHTHOUSE NAME WIRE STEPS EVENTS OUT
-
-WIRE: a key of WIRES, or "local": local steps; "feedback" is DDP's.
-EVENTS: {step: event}, where a step is a number of steps that have
-counted: "die" (kill -9 before the exchange), "die agreeing" (after it, before members agree that it is whole),
-"die between" (there, after it has told member 0 and before it tells the others), "freeze" (until the test thaws it),
-"nan".
-OUT: a line of JSON per step.
+wire: a key of WIRES, or "local": local steps; "feedback" is DDP's. events: {step: event}, where a step is a number of
+steps that have counted: "die" (kill -9 before the exchange), "die agreeing" (after it, before members agree that it is
+whole), "die between" (there, after it has told member 0 and before it tells the others), "freeze" (until the test thaws
+it), "nan".
+out: a file with a line of JSON per step.
 """
 
 from __future__ import annotations
@@ -16,8 +13,8 @@ import hashlib
 import json
 import os
 import signal
-import sys
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -172,12 +169,11 @@ def main(address: str, name: str, wire: str, steps: int, events: dict[int, str],
         notes.write(json.dumps({"done": str(reducer.summary())}) + "\n")
 
 
-if __name__ == "__main__":
-    address, name, wire, steps, events, out = sys.argv[1:]
-    happens = {int(k): v for k, v in json.loads(events).items()}
+def live(address: str, name: str, wire: str, steps: int, events: dict[int, str], out: str) -> None:
+    """A member's process."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error"}
+    log = open(f"{out}.log", "w")  # noqa: SIM115  (as long as the process lives)
+    os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
     torch.manual_seed(sum(name.encode()))
-    if wire == "local":
-        train_locally(address, name, int(steps), happens, out)
-    else:
-        main(address, name, wire, int(steps), happens, out)
+    (train_locally if wire == "local" else partial(main, wire=wire))(address, name, steps=steps, events=events, out=out)

@@ -9,29 +9,43 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from elastic_member import live
 
 SLOW = float(os.environ.get("THINWIRE_TEST_SLOW", "1"))
-LIMIT = 90 * SLOW  # seconds until a run is given up
-MEMBER = Path(__file__).parent / "elastic_member.py"
+LIMIT = 250 * SLOW  # seconds until a run is given up
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None, reason="torchft is not installed (pip install 'thinwire[elastic]')"
 )
 
 
-def start(address: str, name: str, wire: str, steps: int, events: dict[int, str], folder: Path) -> subprocess.Popen:
-    arguments = [address, name, wire, str(steps), json.dumps(events), str(folder / name)]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error", "PYTHONWARNINGS": "ignore"}
-    return subprocess.Popen(
-        [sys.executable, str(MEMBER), *arguments], env=environment, stderr=(folder / f"{name}.log").open("w")
-    )
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["elastic_warm"])
+
+
+def start(address: str, name: str, wire: str, steps: int, events: dict[int, str], folder: Path) -> BaseProcess:
+    """A member, forked from a process that has imported what it needs."""
+    process = FORKING.Process(target=live, args=(address, name, wire, steps, events, str(folder / name)))
+    process.start()
+    return process
+
+
+def log_of(folder: Path, name: str) -> str:
+    path = folder / f"{name}.log"
+    return path.read_text()[-300:] if path.exists() else "not begun"
+
+
+def thaw(member: BaseProcess) -> None:
+    assert member.pid is not None
+    if member.is_alive():
+        os.kill(member.pid, signal.SIGCONT)
 
 
 def notes(folder: Path, name: str) -> list[dict]:
@@ -56,20 +70,20 @@ def run(
         }
         try:
             deadline = time.monotonic() + LIMIT
-            while any(member.poll() is None for member in members.values()) or joins:
-                assert time.monotonic() < deadline, {n: (folder / f"{n}.log").read_text()[-300:] for n in members}
+            while any(member.is_alive() for member in members.values()) or joins:
+                assert time.monotonic() < deadline, {n: log_of(folder, n) for n in members}
                 for newcomer, lost in list(joins.items()):
-                    if members[lost].poll() is not None:
+                    if not members[lost].is_alive():
                         del joins[newcomer]
                         (folder / f"{newcomer}.hold").unlink()
                 for frozen, (other, step) in (thaws or {}).items():
                     if any(line.get("step") == step for line in notes(folder, other)):
-                        members[frozen].send_signal(signal.SIGCONT)
+                        thaw(members[frozen])
                 time.sleep(0.05)
         finally:
             for member in members.values():
                 member.kill()
-                member.wait()
+                member.join()
     return {name: notes(folder, name) for name in events}
 
 

@@ -56,9 +56,10 @@ def transport(kind: str, host: str) -> Any:
     return HTTPTransport(timeout=timedelta(seconds=PATIENCE), num_chunks=0)
 
 
-def exchange(folder: str, kind: str, host: str, width: int, steps: int) -> dict[str, float]:
+def exchange(folder: str, kind: str, addresses: list[str], width: int, steps: int) -> dict[str, float]:
     """On the first host a member, on the second a newcomer."""
     torch.set_num_threads(1)
+    host = addresses[int(os.environ["RANK"])]
     home, limit = Path(folder), timedelta(seconds=PATIENCE)
     place = home / f"{kind}.json"
     if os.environ["RANK"] == "0":
@@ -87,7 +88,9 @@ def exchange(folder: str, kind: str, host: str, width: int, steps: int) -> dict[
 
 def measure(kind: str, width: int, steps: int, rate: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, Network(hosts=2, rate=rate) as net:
-        first, second = net.run(exchange, folder, kind, str(net.hosts[0].address), width, steps, echo=False)
+        first, second = net.run(
+            exchange, folder, kind, [str(host.address) for host in net.hosts], width, steps, echo=False
+        )
         crossed = net.traffic()["host0"].sent
     scale = LARGE / first["parameters"]
     found = first | second | {"bytes": crossed}

@@ -70,7 +70,7 @@ def live(home: Path, options: dict[str, Any], host: str, lighthouse: str, name: 
     """One life of a member; the first one at the end says so."""
 
     def ended(one: Life) -> bool:
-        return one.done >= one.total
+        return one.done >= one.total or (home / "finished").exists()  # who comes after the end does not begin anew
 
     loss = train(home / f"{name}.{life}", options, host, lighthouse, name, life, ended)
     (home / f"finished.{name}").write_text(json.dumps({"loss": loss}))

@@ -72,13 +72,16 @@ class Shared:
 def checkpoint(shared: Shared, exchange: Exchange, numbers: Mapping[str, float]) -> dict[str, Tensor]:
     """All that a member goes on from."""
     own = {f"exchange/{name}": value for name, value in exchange.state_dict().items()}
-    counts = {f"number/{name}": torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()}
+    counts = {
+        f"number/{name}": torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+        for name, value in numbers.items()
+    }
     return shared.tensors() | own | counts
 
 
 def restore(shared: Shared, exchange: Exchange, state: Mapping[str, Tensor], source: str) -> Numbers:
     """Go on from there: the numbers. UsageError where it is no checkpoint of an elastic run."""
-    numbers = {name.removeprefix("number/"): float(v) for name, v in state.items() if name.startswith("number/")}
+    numbers = {name.removeprefix("number/"): v.item() for name, v in state.items() if name.startswith("number/")}
     if "step" not in numbers:
         raise UsageError(f"{source} is of a run whose ranks stay: --elastic cannot go on from it")
     shared.load_tensors(state, source)

@@ -43,7 +43,8 @@ class Quorum(DirectMembers, Elastic):
     care of itself. lighthouse: its address. host: this member's address, by which the others reach it. min_members:
     with fewer a step does not count. timeout: seconds that a message may take; a member that lets others wait longer
     is left out. patience: seconds to wait for the others at the beginning of a step: more than a step takes, with local
-    steps more than a round. name: shown in logs.
+    steps more than a round. name: shown in logs. slow: with local steps a site whose inner step takes more than so many
+    times the others' median makes fewer of them in a round; None: all make as many.
 
     UsageError where torchft is not installed, or an argument is not allowed.
     """
@@ -52,13 +53,14 @@ class Quorum(DirectMembers, Elastic):
 
     def __init__(
         self, state: Mapping[str, Stateful], lighthouse: str, *, host: str = "127.0.0.1", min_members: int = 1,
-        timeout: float = 5.0, patience: float = 60.0, name: str = "",
+        timeout: float = 5.0, patience: float = 60.0, name: str = "", slow: float | None = None,
     ) -> None:  # fmt: skip
         require_torchft()
         from torchft import Manager, ProcessGroupGloo
 
         if min_members < 1 or timeout <= 0 or patience <= 0:
             raise UsageError(f"min_members {min_members}, timeout {timeout}, patience {patience}: all must be above 0")
+        self.slow = slow
         self.timeout = timedelta(seconds=timeout)
         self.connections = ProcessGroupGloo(timeout=self.timeout)
         self.healing = Healing(host, timeout, self._most_bytes)

@@ -20,6 +20,7 @@ from thinwire.collectives.messages import gather
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.distributed.values import gather_json
 from thinwire.elastic.quorum import Quorum
+from thinwire.errors import RunFailed
 from thinwire.train.build import Checked, Parts, build
 from thinwire.train.checkpoint import CHECKPOINTS, Checkpoints, refuse_second_run
 from thinwire.train.config.sections import TrainConfig
@@ -33,6 +34,7 @@ from thinwire.train.saving.publish import publish
 from thinwire.train.stop import StopRequest
 from thinwire.train.tune.selection import select
 
+ATTEMPTS = 3
 COUNTED = ("gradient_bytes", "raw_bytes", "healed_bytes")  # of all members, added up step by step
 
 
@@ -68,6 +70,7 @@ class MemberTrainer:
         wire = select(alone(config), checked.wire, None, self.parts.stages, self.parts.named)
         self.reducer = Reducer(self.parts.named.items(), wire, self.quorum, seed=config.run.seed)
         self.roll = Roll(config.run.slow)
+        self.bad = 0  # attempts at this step that gave NaN or Inf
         self.met = -1  # the quorum whose members are known
         self.healed = False
         self.before = (0, 0, 0)  # this member's COUNTED at its last step that counted
@@ -141,7 +144,9 @@ class MemberTrainer:
             told = torch.empty(0)
         norm = self._norm()
         if not self.quorum.commit():
+            self._check_losses(told)
             return False
+        self.bad = 0
         self._apply(lr, norm)
         self.before = self._counts()
         seconds = time.perf_counter() - began
@@ -157,6 +162,14 @@ class MemberTrainer:
             step_seconds=seconds,
         )  # fmt: skip
         return True
+
+    def _check_losses(self, told: Tensor) -> None:
+        """RunFailed where the same samples have given NaN or Inf ATTEMPTS times in a row. told: as `_tell` gave it."""
+        self.bad += bool(told.numel()) and not bool(told[:, 0].isfinite().all())
+        if self.bad == ATTEMPTS:
+            raise RunFailed(
+                f"step {self.step + 1} gave NaN or Inf {ATTEMPTS} times in a row: lower [optim] lr, or clip"
+            )
 
     def _meet(self) -> None:
         """Learn who is there, where that has changed."""

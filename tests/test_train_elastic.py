@@ -73,6 +73,9 @@ def test_a_member_is_killed_and_comes_again_and_the_run_is_resumed(tmp_path, cap
     texts = [event["text"] for event in found if event["kind"] == "member"]
     assert any(text.startswith("host2 died and came again; 3 members") for text in texts), texts
     assert any(text.startswith("host2 took the others' state") for text in texts), texts
+    assert cli.main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "<h2>Members</h2>" in page and "host2 died and came again" in page and "took part in steps" in page
     models = [load_file(out / f"host{number}" / "model" / "model-00001-of-00001.safetensors") for number in (1, 2, 3)]
     assert all(torch.equal(models[0][name], other[name]) for other in models[1:] for name in models[0])
     words[1] = write(tmp_path, 15)

@@ -1,13 +1,10 @@
 """One member of an elastic run: trains a small model, does to itself what its events say, and notes every step.
 
-    python elastic_member.py LIGHTHOUSE NAME WIRE STEPS EVENTS OUT
-
-WIRE: a key of WIRES, or "local": local steps; "feedback" is DDP's.
-EVENTS: {step: event}, where a step is a number of steps that have
-counted: "die" (kill -9 before the exchange), "die agreeing" (after it, before members agree that it is whole),
-"die between" (there, after it has told member 0 and before it tells the others), "freeze" (until the test thaws it),
-"nan".
-OUT: a line of JSON per step.
+wire: a key of WIRES, or "local": local steps; "feedback" is DDP's. events: {step: event}, where a step is a number of
+steps that have counted: "die" (kill -9 before the exchange), "die agreeing" (after it, before members agree that it is
+whole), "die between" (there, after it has told member 0 and before it tells the others), "freeze" (until the test thaws
+it), "nan".
+out: a file with a line of JSON per step.
 """
 
 from __future__ import annotations
@@ -16,8 +13,8 @@ import hashlib
 import json
 import os
 import signal
-import sys
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +22,8 @@ from torch import nn
 
 import thinwire as tw
 
+SLOW = float(os.environ.get("THINWIRE_TEST_SLOW", "1"))
+LIMITS = {"min_members": 2, "timeout": 4 * SLOW, "patience": 40 * SLOW}
 WIRES = {
     "feedback": tw.Reduction(tw.collectives.Quantized(4), tw.memory.ErrorFeedback()),
     "shift": tw.Reduction(tw.collectives.TopkAllgather(0.05), tw.memory.EControl(0.5)),
@@ -54,7 +53,7 @@ def train_locally(address: str, name: str, steps: int, events: dict[int, str], o
     """Two inner steps per round; steps and events count rounds."""
     model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10))
     inner = torch.optim.AdamW(model.parameters(), 1e-2)
-    quorum = tw.elastic.Quorum({}, address, name=name, min_members=2, timeout=2, patience=30)
+    quorum = tw.elastic.Quorum({}, address, name=name, **LIMITS)
     wait_for_the_test(out)
     local = tw.parallel.LocalSteps(
         model.named_parameters(), inner, tw.Wire(gradient=WIRES["feedback"]), quorum, every=2, fragments=2
@@ -127,9 +126,7 @@ def wait_for_the_test(out: str) -> None:
 def main(address: str, name: str, wire: str, steps: int, events: dict[int, str], out: str) -> None:
     model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    quorum = tw.elastic.Quorum(
-        {"model": model, "optimizer": optimizer}, address, name=name, min_members=2, timeout=2, patience=30
-    )
+    quorum = tw.elastic.Quorum({"model": model, "optimizer": optimizer}, address, name=name, **LIMITS)
     if wire == "feedback":
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         forward = nn.parallel.DistributedDataParallel(model)
@@ -172,12 +169,11 @@ def main(address: str, name: str, wire: str, steps: int, events: dict[int, str],
         notes.write(json.dumps({"done": str(reducer.summary())}) + "\n")
 
 
-if __name__ == "__main__":
-    address, name, wire, steps, events, out = sys.argv[1:]
-    happens = {int(k): v for k, v in json.loads(events).items()}
+def live(address: str, name: str, wire: str, steps: int, events: dict[int, str], out: str) -> None:
+    """A member's process."""
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error"}
+    log = open(f"{out}.log", "w")  # noqa: SIM115  (as long as the process lives)
+    os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
     torch.manual_seed(sum(name.encode()))
-    if wire == "local":
-        train_locally(address, name, int(steps), happens, out)
-    else:
-        main(address, name, wire, int(steps), happens, out)
+    (train_locally if wire == "local" else partial(main, wire=wire))(address, name, steps=steps, events=events, out=out)

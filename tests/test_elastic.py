@@ -1,6 +1,7 @@
 """Members that come and go, on loopback: processes that are killed, and newcomers. docs/elastic.md has the table.
 
-Every wait has a limit, and none of them is asserted on.
+Every wait has a limit, and none of them is asserted on. THINWIRE_TEST_SLOW multiplies the limits, on a machine that is
+so busy that members do not answer each other within seconds.
 """
 
 from __future__ import annotations
@@ -8,28 +9,43 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from elastic_member import live
 
-LIMIT = 60  # seconds until a run is given up
-MEMBER = Path(__file__).parent / "elastic_member.py"
+SLOW = float(os.environ.get("THINWIRE_TEST_SLOW", "1"))
+LIMIT = 250 * SLOW  # seconds until a run is given up
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchft") is None, reason="torchft is not installed (pip install 'thinwire[elastic]')"
 )
 
 
-def start(address: str, name: str, wire: str, steps: int, events: dict[int, str], folder: Path) -> subprocess.Popen:
-    arguments = [address, name, wire, str(steps), json.dumps(events), str(folder / name)]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error", "PYTHONWARNINGS": "ignore"}
-    return subprocess.Popen(
-        [sys.executable, str(MEMBER), *arguments], env=environment, stderr=(folder / f"{name}.log").open("w")
-    )
+FORKING = multiprocessing.get_context("forkserver")
+FORKING.set_forkserver_preload(["elastic_warm"])
+
+
+def start(address: str, name: str, wire: str, steps: int, events: dict[int, str], folder: Path) -> BaseProcess:
+    """A member, forked from a process that has imported what it needs."""
+    process = FORKING.Process(target=live, args=(address, name, wire, steps, events, str(folder / name)))
+    process.start()
+    return process
+
+
+def log_of(folder: Path, name: str) -> str:
+    path = folder / f"{name}.log"
+    return path.read_text()[-300:] if path.exists() else "not begun"
+
+
+def thaw(member: BaseProcess) -> None:
+    assert member.pid is not None
+    if member.is_alive():
+        os.kill(member.pid, signal.SIGCONT)
 
 
 def notes(folder: Path, name: str) -> list[dict]:
@@ -48,26 +64,26 @@ def run(
         (folder / f"{newcomer}.hold").touch()
     from thinwire.elastic import Lighthouse
 
-    with Lighthouse(min_members=2, lost_seconds=1.0, join_seconds=20) as lighthouse:
+    with Lighthouse(min_members=2, lost_seconds=2 * SLOW, join_seconds=20 * SLOW) as lighthouse:
         members = {
             name: start(lighthouse.address, name, wire, steps, happens, folder) for name, happens in events.items()
         }
         try:
             deadline = time.monotonic() + LIMIT
-            while any(member.poll() is None for member in members.values()) or joins:
-                assert time.monotonic() < deadline, {n: (folder / f"{n}.log").read_text()[-300:] for n in members}
+            while any(member.is_alive() for member in members.values()) or joins:
+                assert time.monotonic() < deadline, {n: log_of(folder, n) for n in members}
                 for newcomer, lost in list(joins.items()):
-                    if members[lost].poll() is not None:
+                    if not members[lost].is_alive():
                         del joins[newcomer]
                         (folder / f"{newcomer}.hold").unlink()
                 for frozen, (other, step) in (thaws or {}).items():
                     if any(line.get("step") == step for line in notes(folder, other)):
-                        members[frozen].send_signal(signal.SIGCONT)
+                        thaw(members[frozen])
                 time.sleep(0.05)
         finally:
             for member in members.values():
                 member.kill()
-                member.wait()
+                member.join()
     return {name: notes(folder, name) for name in events}
 
 
@@ -117,13 +133,15 @@ def test_a_death_between_two_messages_and_mean_shifts(tmp_path):
     events = {"a": {8: "freeze"}, "b": {}, "c": {4: "die between"}, "d": {}}
     found = run(tmp_path, "shift", 20, events, {"d": "c"}, {"a": ("b", 9)})
     check_survivors(found, 20)
-    place, cut_off = next((i, line) for i, line in enumerate(found["a"]) if not line["counts"])
-    back = found["a"][place + 1]
-    assert cut_off["step"] == 8 and back["step"] > 9
+    place, cut_off = next(
+        (i, line) for i, line in enumerate(found["a"]) if line.get("step") == 8 and not line["counts"]
+    )
+    back = next(line for line in found["a"][place:] if line.get("step", 0) > 8)
+    assert back["step"] > 9
     assert back["before"]["residual"] == cut_off["before"]["residual"], "its own residual stays"
-    place, failed = next((i, line) for i, line in enumerate(found["b"]) if not line["counts"])
+    place, failed = next((i, line) for i, line in enumerate(found["b"]) if line.get("step") == 4 and not line["counts"])
     healed = found["b"][place + 1]
-    assert failed["step"] == 4 and healed["step"] == 5
+    assert healed["step"] == 5
     assert healed["before"]["residual"] == failed["after"]["residual"] != failed["before"]["residual"]
     first = found["d"][0]
     assert first["before"]["shift"] is None and first["before"]["residual"] is None

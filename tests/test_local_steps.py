@@ -12,6 +12,7 @@ from rank_launch import launch, needs_network, passed
 
 from thinwire.errors import UsageError
 from thinwire.lab import Network
+from thinwire.local_steps.pace import Pace
 from thinwire.local_steps.schedule import Schedule, split_fragments
 
 PRELOAD = (
@@ -60,3 +61,19 @@ def test_fragments_are_strided_and_even():
     assert parts[1] == ["embed", "layers.1.w", "layers.3.w", "norm"]
     with pytest.raises(UsageError, match="fragments = 9"):
         split_fragments(shapes, 9)
+
+
+def test_a_slow_site_makes_fewer_inner_steps_and_never_passes_over_a_round():
+    pace = Pace(slow=2.0, schedule=Schedule(every=5, fragments=1, delay=0, warmup=0))
+    pace.compare(0, [3.5, 1.0, 1.0, 0.0])
+    assert pace.stride == 3, "a newcomer, with no inner step yet, is not compared with"
+    steps = [0]
+    while steps[-1] < 10:
+        steps.append(pace.advance(steps[-1]))
+    assert steps == [0, 3, 5, 8, 10] and pace.made == 4
+    pace.compare(0, [1.9, 1.0])
+    assert pace.stride == 1 and pace.advance(10) == 11
+    pace.compare(1, [1.0, 0.0])
+    never = Pace(None, pace.schedule)
+    never.compare(0, [9.0, 1.0])
+    assert never.stride == 1

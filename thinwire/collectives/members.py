@@ -59,7 +59,12 @@ class Elastic(Members):
 
     Members vote each for themselves. So a step may count for one and not for another, to whom somebody sent no more
     before he died. When they meet again the other takes the first one's state, and learns that the step counted: what
-    it sent in that step was applied, so its residual is the one after the step."""
+    it sent in that step was applied, so its residual is the one after the step.
+
+    slow: with local steps a site whose inner step takes more than so many times the others' median makes fewer of them
+    in a round; None: all make as many."""
+
+    slow: float | None = None
 
     @property
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -42,7 +43,8 @@ class Quorum(DirectMembers, Elastic):
     care of itself. lighthouse: its address. host: this member's address, by which the others reach it. min_members:
     with fewer a step does not count. timeout: seconds that a message may take; a member that lets others wait longer
     is left out. patience: seconds to wait for the others at the beginning of a step: more than a step takes, with local
-    steps more than a round. name: shown in logs.
+    steps more than a round. name: shown in logs. slow: with local steps a site whose inner step takes more than so many
+    times the others' median makes fewer of them in a round; None: all make as many.
 
     UsageError where torchft is not installed, or an argument is not allowed.
     """
@@ -51,13 +53,14 @@ class Quorum(DirectMembers, Elastic):
 
     def __init__(
         self, state: Mapping[str, Stateful], lighthouse: str, *, host: str = "127.0.0.1", min_members: int = 1,
-        timeout: float = 5.0, patience: float = 60.0, name: str = "",
+        timeout: float = 5.0, patience: float = 60.0, name: str = "", slow: float | None = None,
     ) -> None:  # fmt: skip
         require_torchft()
         from torchft import Manager, ProcessGroupGloo
 
         if min_members < 1 or timeout <= 0 or patience <= 0:
             raise UsageError(f"min_members {min_members}, timeout {timeout}, patience {patience}: all must be above 0")
+        self.slow = slow
         self.timeout = timedelta(seconds=timeout)
         self.connections = ProcessGroupGloo(timeout=self.timeout)
         self.healing = Healing(host, timeout, self._most_bytes)
@@ -73,6 +76,7 @@ class Quorum(DirectMembers, Elastic):
         self.staged: list[Callable[[bool], None]] = []
         self.undecided: int | None = None  # the quorum of a step that did not count here, and may have for others
         self._committed = -1
+        self._resumed = 0, 0  # steps, batches
         self.register("thinwire quorum", self._load, lambda: {"committed": self._committed})
         for key, part in state.items():
             self.register(key, part.load_state_dict, part.state_dict)
@@ -80,7 +84,19 @@ class Quorum(DirectMembers, Elastic):
     @property
     def steps(self) -> int:
         """That counted, since the run began."""
-        return 0 if self.manager is None else int(self.manager.current_step())
+        return self._resumed[0] if self.manager is None else int(self.manager.current_step())
+
+    @property
+    def batches(self) -> int:
+        """Of all members, that counted: a step of three members has three."""
+        return self._resumed[1] if self.manager is None else int(self.manager.batches_committed())
+
+    def go_on_from(self, steps: int, batches: int) -> None:
+        """Before the first step: this member's state is that after so many steps and batches, from a checkpoint. Where
+        another member has made more steps, this one takes its state."""
+        if self.manager is not None:
+            raise UsageError("Quorum: go_on_from comes before quorum.begin()")
+        self._resumed = steps, batches
 
     @property
     def size(self) -> int:
@@ -115,12 +131,13 @@ class Quorum(DirectMembers, Elastic):
         if self.manager is None:
             self._most_bytes()  # what cannot be sent is said now, and not when the first newcomer comes
             self.manager = self._join()
+            self.manager.load_state_dict({"step": self._resumed[0], "batches_committed": self._resumed[1]})
             for name, (load, save) in self.told.items():
                 self.manager.register_state_dict_fn(name, load, save)
         try:
             self.manager.start_quorum()
         except (RuntimeError, TimeoutError) as error:
-            raise RunFailed(f"no quorum: {error}") from error
+            raise RunFailed(f"no quorum: {_reason(error)}") from error
         self._settle(False)  # where it counted for others, their state has come and said so
         if self.manager.errored() is not None:  # the state did not come, or the connections: take no part
             log.warning("thinwire: this member takes no part in a step: %s", self.manager.errored())
@@ -181,3 +198,9 @@ class Quorum(DirectMembers, Elastic):
         self.connections.shutdown()
         if self.manager is not None:
             self.manager.shutdown(wait=False)
+
+
+def _reason(error: Exception) -> str:
+    """What torchft's server said, without what surrounds it."""
+    found = re.search(r'message: "([^"]+)"', str(error))
+    return found[1] if found else str(error)

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from thinwire.errors import UsageError
 from thinwire.lab.errors import LabError, LabTimeout, RankFailed
+from thinwire.lab.events import Script, load_events
 from thinwire.lab.job import Job
 from thinwire.lab.netlink import Traffic
 from thinwire.lab.network import Network
@@ -71,6 +72,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--timeout", default="24h", help="end the program after this long (%(default)s)")
     run.add_argument("--patience", default="10s", help="how long TCP retries on a dead link (about %(default)s)")
+    run.add_argument(
+        "--events", metavar="FILE", help="TOML: hosts killed, added, frozen, cut off in mid-run; docs/lab.md"
+    )
     run.add_argument("--json", metavar="PATH", help="write the table and more to this file")
     run.add_argument(
         "--watch",
@@ -91,16 +95,21 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("no program: write it after --, as in `thinwire lab run --hosts 4 -- python train.py`")
     limit, per_host = parse_time(args.timeout, "timeout"), _count(args.per_host, "per-host")
     preload = [name for name in (args.preload or "").split(",") if name]
-    with Network(**_shape(args), subnet=args.subnet, preload=preload, patience=args.patience) as net:
+    shape = _shape(args) | {"subnet": args.subnet, "preload": preload, "patience": args.patience}
+    script = Script([]) if args.events is None else load_events(args.events, [h.name for h in Network(**shape).hosts])
+    with Network(**shape, end_dead=not script.cuts) as net:
         for note in net.notes:
             print(f"note: {note}", file=sys.stderr)
-        job = net.start(args.command, per_host=per_host, fork=bool(preload))
-        status, problem = _wait(net, job, limit)
+        absent = script.absent([host.name for host in net.hosts for _ in range(per_host)])
+        job = net.start(args.command, per_host=per_host, fork=bool(preload), absent=absent)
+        status, problem = _wait(net, job, limit, script)
         traffic, seconds = job.traffic(), job.seconds
     if problem:
         print(f"thinwire: {problem}", file=sys.stderr)
     _show(net, traffic, seconds)
-    write_json(args.json, _record(args, net, job, traffic, seconds, status))
+    record = _record(args, net, job, traffic, seconds, status)
+    happened = [{"seconds": at, "do": event.do, "host": event.host} for at, event in script.past]
+    write_json(args.json, record | ({"events": happened} if args.events is not None else {}))
     return status
 
 
@@ -128,12 +137,14 @@ def _count(text: str, what: str) -> int:
     return int(text)
 
 
-def _wait(net: Network, job: Job, limit: float) -> tuple[int, str]:
-    """Until the program's end: the status for the shell, and what went wrong."""
+def _wait(net: Network, job: Job, limit: float, script: Script) -> tuple[int, str]:
+    """Until the program's end: the status for the shell, and what went wrong. script: what happens meanwhile."""
+    often = REFRESH / 10 if script.events else REFRESH
     try:
         with _live() as live:
             before, read_at = net.traffic(), time.monotonic()
-            while not job.watch(min(REFRESH, max(0.0, limit - job.seconds))) and job.seconds < limit:
+            while not job.watch(min(often, max(0.0, limit - job.seconds))) and job.seconds < limit:
+                script.tick(net, job, lambda line: print(line, file=sys.stderr, flush=True))
                 if live is not None and time.monotonic() - read_at >= REFRESH:
                     now, span = net.traffic(), time.monotonic() - read_at
                     live.update(_speeds({name: now[name].since(before[name]) for name in now}, span))

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, overload
 
 from thinwire.errors import UsageError
@@ -52,14 +52,15 @@ class Job:
     """A program running on a network; made by `Network.start`.
 
     client: the connection to the supervisor. placements: where each rank runs. echo: print the ranks' output.
+    absent: ranks that are not started yet; they count as ended.
     """
 
-    def __init__(self, client: Client, placements: list[Placement], echo: bool) -> None:
+    def __init__(self, client: Client, placements: list[Placement], echo: bool, absent: Collection[int] = ()) -> None:
         self._client = client
         self.placements = placements
         self._echo = echo
-        self._statuses: dict[int, int] = {}
-        self._answers: dict[int, bytes] = {}
+        self._statuses: dict[int, int] = dict.fromkeys(absent, 0)
+        self._answers: dict[int, bytes] = dict.fromkeys(absent, b"")
         self._last: list[deque[str]] = [deque(maxlen=LAST_LINES) for _ in placements]
         self._before = client.traffic()
         self._began, self._ended = time.monotonic(), 0.0
@@ -119,6 +120,18 @@ class Job:
         """SIGKILL for a rank and what it started; the others are stopped, as for any failure."""
         self._signal(rank, signal.SIGKILL)
 
+    def lose(self, rank: int) -> None:
+        """SIGKILL for a rank and what it started; the others go on."""
+        self._known(rank)
+        self._client.ask("lose", rank)
+
+    def add(self, rank: int) -> None:
+        """Start a rank that is absent, lost, or has ended; nothing where it runs."""
+        self._known(rank)
+        if rank in self._statuses:
+            del self._statuses[rank]
+            self._client.ask("add", rank)
+
     def ask_to_end(self, rank: int) -> None:
         """SIGTERM for a rank; it may finish what it is doing first."""
         self._signal(rank, signal.SIGTERM)
@@ -136,9 +149,12 @@ class Job:
         if not self.watch(_STOP_SECONDS):
             raise LabError("ranks could not be stopped")
 
-    def _signal(self, rank: int, number: int) -> None:
+    def _known(self, rank: int) -> None:
         if not 0 <= rank < len(self.placements):
             raise UsageError(f"rank {rank}: the ranks are 0 to {len(self.placements) - 1}")
+
+    def _signal(self, rank: int, number: int) -> None:
+        self._known(rank)
         self._client.ask("signal", rank, int(number))
 
     def handle(self, event: Event) -> None:
@@ -150,6 +166,9 @@ class Job:
         assert isinstance(rank, int)
         if kind == "output":
             self._record_output(rank, str(rest[0]), str(rest[1]))
+            return
+        if kind == "lost":
+            self._statuses[rank], self._answers[rank] = int(str(rest[0])), b""
             return
         status, answer = rest
         assert isinstance(status, int) and isinstance(answer, bytes)

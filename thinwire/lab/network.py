@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -140,8 +140,10 @@ class Network:
         env: Mapping[str, str] | None = None,
         echo: bool = True,
         fork: bool = False,
+        absent: Collection[int] = (),
     ) -> Job:
-        """Like `run`, without waiting. `fork` runs a Python command in forks of the preloaded process."""
+        """Like `run`, without waiting. `fork` runs a Python command in forks of the preloaded process. `absent`: ranks
+        that are not started, until `Job.add`."""
         if self._job is not None and not self._job.done:
             raise UsageError("a program is running on this network already")
         if per_host < 1:
@@ -151,8 +153,8 @@ class Network:
         variables = [base | place.variables(self.topology, per_host, self._runs) for place in places]
         ready = self._program(program, arguments, variables, fork)
         self._runs += 1
-        self._job = Job(self._open(), places, echo)
-        self._ask("start", ready, per_host)
+        self._job = Job(self._open(), places, echo, absent)
+        self._ask("start", ready, per_host, list(absent))
         return self._job
 
     def _program(

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -44,43 +44,62 @@ class _Rank:
     pipes: dict[int, str]  # descriptor → stream
     rest: dict[str, bytearray] = field(default_factory=lambda: {stream: bytearray() for stream in STREAMS})
     status: int | None = None
+    expected: bool = False  # its end is no failure of the run
 
 
 class Ranks:
     """The ranks of one run.
 
     selector: to which their pipes are added.
-    report: called with ("output", rank, stream, text) and ("exit", rank, status, result) events.
+    report: called with ("output", rank, stream, text), ("exit", rank, status, result) and, of a rank that `lose` has
+    killed, ("lost", rank, status) events.
     """
 
     def __init__(self, selector: selectors.BaseSelector, report: Callable[[Event], None]) -> None:
         self._selector, self._report = selector, report
         self._ranks: list[_Rank] = []
         self._kill_at = float("inf")
+        self._fork_at: Callable[[Placement], _Rank]
 
     @property
     def running(self) -> bool:
         return any(rank.status is None for rank in self._ranks)
 
-    def start(self, program: Program, placements: list[Placement], host_namespaces: list[int]) -> None:
-        """Fork every rank. In the ranks this does not return."""
-        self._ranks, self._kill_at = [], float("inf")
+    def start(
+        self, program: Program, placements: list[Placement], host_namespaces: list[int], absent: Collection[int]
+    ) -> None:
+        """Fork every rank but the `absent` ones, which `add` may start later. In the ranks this does not return."""
+        self._kill_at = float("inf")
+        self._fork_at = lambda place: self._fork(program, place, host_namespaces[place.host_number])
+        self._ranks = [_Rank(place, 0, {}, status=0) for place in placements]
         for place in placements:
-            pipes = [os.pipe() for _ in STREAMS]
-            process = os.fork()
-            if process == 0:
-                _perform(program, place, [write for _, write in pipes], host_namespaces[place.host_number])
-            with suppress(PermissionError):  # the child does it too; whoever is first, a signal finds the group
-                os.setpgid(process, process)
-            self._watch(_Rank(place, process, {read: name for (read, _), name in zip(pipes, STREAMS)}))
-            for _, write in pipes:
-                os.close(write)
+            if place.rank not in absent:
+                self.add(place.rank)
 
-    def _watch(self, rank: _Rank) -> None:
-        self._ranks.append(rank)
+    def add(self, rank: int) -> None:
+        """Start a rank that is not there: absent from the beginning, or lost."""
+        if self._ranks[rank].status is not None:
+            self._ranks[rank] = self._fork_at(self._ranks[rank].place)
+
+    def lose(self, rank: int) -> None:
+        """SIGKILL for a rank and what it started; the others go on."""
+        self._ranks[rank].expected = True
+        self._signal(self._ranks[rank], signal.SIGKILL)
+
+    def _fork(self, program: Program, place: Placement, namespace: int) -> _Rank:
+        pipes = [os.pipe() for _ in STREAMS]
+        process = os.fork()
+        if process == 0:
+            _perform(program, place, [write for _, write in pipes], namespace)
+        with suppress(PermissionError):  # the child does it too; whoever is first, a signal finds the group
+            os.setpgid(process, process)
+        rank = _Rank(place, process, {read: name for (read, _), name in zip(pipes, STREAMS)})
+        for _, write in pipes:
+            os.close(write)
         for descriptor in rank.pipes:
             os.set_blocking(descriptor, False)
             self._selector.register(descriptor, selectors.EVENT_READ, lambda fd=descriptor: self._read(rank, fd))
+        return rank
 
     def _read(self, rank: _Rank, descriptor: int) -> bool:
         """Read what one pipe holds and report whole lines. False once the pipe is empty or closed."""
@@ -109,7 +128,7 @@ class Ranks:
     def reaped(self, process: int, status: int) -> None:
         """A child of the supervisor has ended. The first bad ending stops the other ranks."""
         for rank in self._ranks:
-            if rank.process == process:
+            if rank.process == process and rank.status is None:
                 self._finish(rank, os.waitstatus_to_exitcode(status))
                 return
 
@@ -125,6 +144,9 @@ class Ranks:
         for stream in ("out", "err"):
             self._pass_on(rank, stream, whole=False)
         rank.status = status
+        if rank.expected:
+            self._report(("lost", rank.place.rank, status))
+            return
         self._report(("exit", rank.place.rank, status, bytes(rank.rest["result"])))
         if status != 0:
             self.stop()

@@ -203,9 +203,16 @@ class Supervisor:
                 raise UsageError(f"cannot preload {module!r}: {type(error).__name__}: {error}") from None
         gc.freeze()  # so that a collection in a rank does not copy what it shares with the others
 
-    def do_start(self, program: Program, per_host: int) -> None:
+    def do_start(self, program: Program, per_host: int, absent: list[int]) -> None:
         self._links = DeadLinks(self._network.given_up())
-        self._ranks.start(program, placements(self._network.topology, per_host), self._network.host_namespaces)
+        places = placements(self._network.topology, per_host)
+        self._ranks.start(program, places, self._network.host_namespaces, absent)
+
+    def do_lose(self, rank: int) -> None:
+        self._ranks.lose(rank)
+
+    def do_add(self, rank: int) -> None:
+        self._ranks.add(rank)
 
     def do_signal(self, rank: int, number: int) -> None:
         self._ranks.send_signal(rank, number)

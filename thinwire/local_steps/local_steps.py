@@ -91,10 +91,10 @@ class LocalSteps:
         self.group: Group = group.get_group() if isinstance(group, DeviceMesh) else group
         parts = shard_group(self.parameters) if parts is None else parts
         quorum, settings = elastic(self.group), self.settings
-        if quorum is None:
-            check_alike(settings, self.parameters, outer, seed, (self.group, parts, copies))
-        else:
+        if quorum is not None:
             check_settings(settings, parts, copies)
+        else:
+            check_alike(settings, self.parameters, outer, seed, (self.group, parts, copies))
         self.schedule = Schedule(settings.every, settings.fragments, settings.delay, settings.warmup)
         shapes = {name: tuple(own_part(p).shape) for name, p in self.parameters.items()}
         names = split_fragments(shapes, settings.fragments)
@@ -111,7 +111,8 @@ class LocalSteps:
         self.skips = self.returns = 0  # of them, those dropped; those in which this site's weights were not finite
         self.meetings: Meetings | None = None
         if quorum is not None:
-            self.meetings = Meetings(quorum, self.site, (settings, outer, seed), self.fragments, inner, self.thread)
+            place = self.fragments, inner, self.thread, self.schedule
+            self.meetings = Meetings(quorum, self.site, (settings, outer, seed), *place)
             self._meet(0)
 
     def _join(
@@ -141,7 +142,7 @@ class LocalSteps:
         tokens: what this step weighs in the mean over sites, such as the number of tokens that the site has trained
         on; equal on all ranks of a site.
         """
-        self.steps += 1
+        self.steps = self.steps + 1 if self.meetings is None else self.meetings.pace.advance(self.steps)
         for fragment in self.fragments:
             fragment.tokens += tokens
         if self.schedule.is_warmup(self.steps):
@@ -197,17 +198,19 @@ class LocalSteps:
         if self.steps:
             self._apply(number)
 
-    def _send_after(self, fragment: Fragment, steps: int) -> Round:
+    def _send_after(self, fragment: Fragment, steps: int, seconds: float) -> Round:
         """In a quorum: after so many inner steps, those of others where this site has taken their state."""
-        self.resumed += steps - self.steps
-        self.steps = steps
+        self.resumed, self.steps = self.resumed + steps - self.steps, steps
         self.in_flight.clear()  # of a round that did not count
-        return self._send(fragment)
+        return self._send(fragment, seconds=seconds)
 
-    def _send(self, fragment: Fragment, site: Site | None = None, exact: bool | None = None) -> Round:
+    def _send(
+        self, fragment: Fragment, site: Site | None = None, exact: bool | None = None, seconds: float = 0.0
+    ) -> Round:
         sent = {name: w.clone() for name, w in fragment.weights().items()} if self.schedule.delay else {}
         exact = self.site.exchange.steps < self.exact_rounds if exact is None else exact
-        round = Round(fragment.number, self.steps, fragment.outer_gradient(), fragment.tokens, exact, sent)
+        values = fragment.outer_gradient()
+        round = Round(fragment.number, self.steps, values, fragment.tokens, exact, sent, seconds=[seconds])
         fragment.tokens = 0.0
         self.in_flight[fragment.number] = round
         self.thread.submit(partial(round.run, site or self.site), fragment.home, lambda error: round.arrived.set())

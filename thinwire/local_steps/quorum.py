@@ -19,7 +19,9 @@ from thinwire.distributed.config_check import describe
 from thinwire.distributed.thread import CommunicationThread
 from thinwire.errors import UsageError
 from thinwire.local_steps.fragment import Fragment, own_part
+from thinwire.local_steps.pace import Pace
 from thinwire.local_steps.round import Round, Site
+from thinwire.local_steps.schedule import Schedule
 from thinwire.local_steps.state import load_fragments, load_optimizer, site_state
 
 
@@ -37,11 +39,12 @@ class Meetings:
 
     quorum: of the sites. site: with the exchange between them. about: LocalSteps' settings, outer and seed, equal on
     all sites, and compared when one comes. fragments, inner: whose state a newcomer takes. thread: on which rounds run.
+    schedule: of the rounds.
     """
 
     def __init__(
         self, quorum: Elastic, site: Site, about: tuple[Local, OuterFactory | None, int], fragments: list[Fragment],
-        inner: Optimizer, thread: CommunicationThread,
+        inner: Optimizer, thread: CommunicationThread, schedule: Schedule,
     ) -> None:  # fmt: skip
         self.quorum = quorum
         self.site = site
@@ -51,6 +54,8 @@ class Meetings:
         self.thread = thread
         self.number = 0  # of the fragment whose round it is
         self.steps = 0  # inner steps, equal on all sites when they meet
+        self.pace = Pace(quorum.slow, schedule)
+        self.tokens = 0.0  # of all sites, in the rounds that counted
         settings, outer, seed = about
         config = describe(settings, "local") | {"seed": repr(seed), "outer": "by default" if outer is None else "given"}
         config |= describe_parameters({name: own_part(p) for name, p in self.parameters.items()})
@@ -58,27 +63,34 @@ class Meetings:
         self.site.following = Following(quorum, site.exchange, "thinwire outer gradients", config, home)
         quorum.register("thinwire local steps", self._load, self._save)
 
-    def meet(self, number: int, steps: int, send: Callable[[Fragment, int], Round]) -> int:
+    def meet(self, number: int, steps: int, send: Callable[[Fragment, int, float], Round]) -> int:
         """One round that counts: the number of the fragment whose it was, which is the others' where this site has
         taken their state.
 
         number: of the fragment that is due here. steps: inner steps of this site. send: starts a fragment's round
-        after so many inner steps.
+        after so many inner steps, each of so many seconds.
         """
         self.number = number
         self.steps = steps
+        seconds = self.pace.seconds()
         while True:
             self.quorum.begin()
             fragment = self.fragments[self.number]
             tokens = fragment.tokens
+            weight, seconds_of_all = 0.0, [0.0]
             try:
                 self.thread.submit(self._follow)
                 self.thread.wait()
-                send(fragment, self.steps).wait()
+                round = send(fragment, self.steps, seconds)
+                round.wait()
                 self.thread.wait()
+                weight, seconds_of_all = 0.0 if round.dropped else round.weight, round.seconds
             except RuntimeError as error:
                 self.quorum.report(error)
             if self.quorum.commit():
+                self.tokens += weight / len(self.fragments)
+                self.pace.compare(self.site.exchange.place[1], seconds_of_all)
+                self.pace.begin_round()
                 return self.number
             fragment.tokens = tokens
 
@@ -90,7 +102,7 @@ class Meetings:
     def _save(self) -> Saved:
         state = site_state(self.inner, self.parameters, self.fragments)
         kept = {name: value for name, value in state.items() if not name.startswith("weight/")}
-        return {"number": self.number, "steps": self.steps, "state": kept}
+        return {"number": self.number, "steps": self.steps, "tokens": self.tokens, "state": kept}
 
     def _load(self, told: Saved) -> None:
         state = told["state"]
@@ -103,3 +115,4 @@ class Meetings:
             fragment.take_anchor()
         self.number = int(str(told["number"]))
         self.steps = int(str(told["steps"]))
+        self.tokens = float(str(told["tokens"]))

@@ -74,7 +74,8 @@ class Round:
 
     fragment: its number. step: the inner step after which it was sent. values: Δ by unit. tokens: what it weighs.
     exact: nothing is compressed. sent: the weights as they were, where the mean is applied later.
-    means: by unit, once it has `arrived`. returns: this site's Δ was not finite. dropped: no mean counts.
+    means: by unit, once it has `arrived`. returns: this site's Δ was not finite. dropped: no mean counts. weight: the
+    tokens of all sites. seconds: of this site's inner step, where sites come and go; afterwards of every site's.
     """
 
     fragment: int
@@ -86,6 +87,8 @@ class Round:
     means: dict[Unit, Tensor] = field(default_factory=dict)
     returns: bool = False
     dropped: bool = False
+    weight: float = 0.0
+    seconds: list[float] = field(default_factory=lambda: [0.0])
     arrived: threading.Event = field(default_factory=threading.Event)
     ready: torch.cuda.Event | None = None
 
@@ -114,6 +117,7 @@ class Round:
     def _between(self, site: Site, device: torch.device) -> None:
         if site.sites == 1:
             self.dropped = self.returns
+            self.weight = self.tokens
             self.means = {} if self.dropped else self.values
             return
         factor = self._weight(site, device)
@@ -139,18 +143,21 @@ class Round:
 
     def _weight(self, site: Site, device: torch.device) -> float | None:
         """P·w of this site; None where nobody has any weight. UsageError where sites are not at the same round."""
+        beside = [] if site.following is None else self.seconds
         mine = torch.tensor(
-            [0.0 if self.returns else self.tokens, self.fragment, self.step], dtype=torch.float64, device=device
-        )
+            [0.0 if self.returns else self.tokens, self.fragment, self.step, *beside],
+            dtype=torch.float64, device=device,
+        )  # fmt: skip
         everyone = torch.stack(gather(mine, site.exchange.flag_group)).tolist()
-        for rank, (_, fragment, step) in enumerate(everyone):
+        self.seconds = [float(second) for *_, second in everyone] if beside else self.seconds
+        for rank, (_, fragment, step, *_) in enumerate(everyone):
             if (fragment, step) != (self.fragment, self.step):
                 raise UsageError(
                     f"LocalSteps: site {rank} averages fragment {fragment:.0f} after step {step:.0f}, this one "
                     f"{self.fragment} after step {self.step}: all sites make as many inner steps"
                 )
-        total = sum(tokens for tokens, _, _ in everyone)
-        return site.sites * float(mine[0]) / total if total > 0 else None
+        self.weight = sum(tokens for tokens, *_ in everyone)
+        return site.sites * float(mine[0]) / self.weight if self.weight > 0 else None
 
     def _share(self, copies: dist.ProcessGroup, device: torch.device) -> None:
         """From the first copy: does the mean count, and the mean."""

@@ -34,7 +34,7 @@ def page(
         *(f'<p class="lead">{markup.text(line)}</p>' for line in headline(summary)),
         markup.notes(summary.notes),
         "<h2>Results</h2>", _results(summary),
-        "<h2>Bytes sent</h2>", _sent(summary),
+        "<h2>Bytes sent</h2>", _sent(summary), *_members(runs),
         *(_section(section, pictures, words) for section in SECTIONS),
         "<h2>A step in the simulator</h2>", *(_timeline(*entry, pictures) for entry in timelines),
         "<h2>Configuration</h2>", _differences(runs), *_configurations(runs),
@@ -120,6 +120,27 @@ def _results(summary: Summary) -> str:
         "that loss over the run's own. Times leave out evaluation and checkpoints."
     )
     return markup.table(columns, rows) + f"<p>{markup.text(words)}</p>"
+
+
+def _members(runs: Sequence[Run]) -> list[str]:
+    """Who was there when, in runs whose members come and go; nothing for others."""
+    lists = [
+        (run, [list(map(str, e["members"])) for e in run.steps if isinstance(e.get("members"), list)]) for run in runs
+    ]
+    there = [
+        (run.name, name, str(sum(name in names for names in present)), str(len(present)))
+        for run, present in lists
+        for name in sorted({name for names in present for name in names})
+    ]
+    if not there:
+        return []
+    moves = [
+        (run.name, str(e["step"]), str(e.get("text", ""))) for run in runs for e in run.told if e["kind"] == "member"
+    ]
+    return [
+        "<h2>Members</h2>", markup.table(("run", "member", "took part in steps", "of"), there),
+        markup.table(("run", "after step", "who came, left, or was slow"), moves, "words") if moves else "",
+    ]  # fmt: skip
 
 
 def _sent(summary: Summary) -> str:

@@ -24,6 +24,7 @@ from thinwire.train.config.mesh import MeshConfig
 from thinwire.train.config.sections import TrainConfig, init_text, load
 from thinwire.train.folder_lock import locked
 from thinwire.train.loggers.events import check_loggers
+from thinwire.train.members.checks import check_elastic
 from thinwire.train.model.gguf import as_folder, is_gguf
 
 INTERRUPTED = 130  # the exit status of what Ctrl-C ended
@@ -49,6 +50,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wire", metavar="PRESET", help=f"instead of [wire]: auto, {', '.join(PRESETS)}")
     parser.add_argument("--watch", action="store_true", help="serve a page that follows the run (thinwire watch)")
     parser.add_argument("--timeout", type=float, default=None, help="seconds a local run may take (default: no limit)")
+    parser.add_argument("--elastic", action="store_true", help="be a member of a run that others join and leave")
+    parser.add_argument("--lighthouse", metavar="URL", help="where its members meet; default: one is started here")
+    parser.add_argument("--host", default="127.0.0.1", help="this member's address (default 127.0.0.1)")
+    parser.add_argument("--name", default="", help="this member's name (default: host and process)")
+    parser.add_argument("--events", metavar="FILE", help="with --elastic --local: what happens to hosts (docs/lab.md)")
 
 
 def watched(args: argparse.Namespace) -> list[Path]:
@@ -65,6 +71,12 @@ def run(args: argparse.Namespace) -> int:
     if args.config is None:
         raise UsageError("which run? thinwire train run.toml, or --init run.toml for a configuration to start from")
     config = _config(args)
+    if config.run.elastic:
+        check_elastic(config)
+        return _elastic(config, args)
+    for name in ("lighthouse", "events"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name} is for runs whose members come and go: give --elastic too")
     if args.local is not None:
         _check_ranks(config.mesh, args.local, f"give --local {config.mesh.ranks}, or another [mesh] in {args.config}")
         return _local(config, args)
@@ -85,6 +97,8 @@ def _config(args: argparse.Namespace) -> TrainConfig:
         if args.wire not in ("auto", *PRESETS):
             raise UsageError(f"--wire {args.wire}: allowed are auto, {', '.join(PRESETS)}")
         config = replace(config, wire={"preset": args.wire})
+    if args.elastic:
+        config = replace(config, run=replace(config.run, elastic=True))
     if config.local:
         from thinwire.config.local import Local  # it imports torch, whose optimisers average the anchors
 
@@ -145,6 +159,30 @@ def _started(config: TrainConfig, rate: str) -> str:
         return f"{ranks}, links {rate}, wire {wire}"
     local = config.local.get("preset", "as in run.toml")
     return f"{ranks} in {sites} sites, wire {wire} inside a site, between sites links {rate} and local steps {local}"
+
+
+def _elastic(config: TrainConfig, args: argparse.Namespace) -> int:
+    """This process is a member, or with --local starts several on hosts of the lab."""
+    from thinwire.lab.events import Script, load_events
+    from thinwire.train.members.launch import join, join_locally
+    from thinwire.train.rank import record
+    from thinwire.train.show import closing
+    from thinwire.train.stop import StopRequest
+
+    lighthouse = args.lighthouse or config.run.lighthouse
+    with locked(config.run.out):
+        record(config, args.config, args.resume)
+        if args.local is None:
+            return join(config, lighthouse, args.host, args.name, args.resume)
+        hosts = [f"host{number}" for number in range(args.local + 1)]
+        script = Script([]) if args.events is None else load_events(args.events, hosts, config.run.out)
+        with StopRequest(True) as stop:
+            events = join_locally(
+                config, args.local, rate=args.rate, latency=args.latency, loss=args.loss, resume=args.resume,
+                script=script, stop=stop, timeout=args.timeout,
+            )  # fmt: skip
+    print(closing(config.run.out, events, "host1/model"))
+    return 0 if any(event["kind"] == "end" for event in events) else INTERRUPTED
 
 
 def _init(path: Path) -> int:

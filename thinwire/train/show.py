@@ -20,8 +20,8 @@ def describe(event: dict[str, Any]) -> str:
     return ", ".join(filter(None, parts))
 
 
-def closing(out: str, events: Sequence[dict[str, Any]]) -> str:
-    """The last lines about a finished run in the folder `out`."""
+def closing(out: str, events: Sequence[dict[str, Any]], model: str = "model") -> str:
+    """The last lines about a finished run in the folder `out`, where its `model` is."""
     steps = [event for event in events if event["kind"] == "step"]
     evals = [event for event in events if event["kind"] == "eval"]
     if not steps:
@@ -30,7 +30,7 @@ def closing(out: str, events: Sequence[dict[str, Any]]) -> str:
     parts = [f"{last['step']} steps in {show_duration(last['seconds'])}"]
     parts += [f"held-out loss {evals[-1]['held_out']:.4f}", *_scores(evals[-1])] if evals else []
     parts += [_sent(last)] if _sent(last) else []
-    return f"done: {out}: {', '.join(parts)}\nthe model is in {out}/model; thinwire report {out} draws the run"
+    return f"done: {out}: {', '.join(parts)}\nthe model is in {out}/{model}; thinwire report {out} draws the run"
 
 
 def _scores(event: dict[str, Any]) -> list[str]:

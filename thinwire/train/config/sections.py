@@ -146,6 +146,12 @@ class RunConfig:
     eval_every: int = key(50, whole(0), "steps; 0: at the end only")
     autocast: str = key("off", one_of("off", "bf16"), "off or bf16")
     recompute: bool = key(False, flag(), "compute a layer's activations again in backward instead of keeping them")
+    elastic: bool = key(False, flag(), "replicas come and go: docs/elastic.md; [mesh] dp is how many there are usually")
+    min_replicas: int = key(1, whole(1), "of an elastic run: with fewer nothing counts")
+    lighthouse: str | None = key(None, text(), "of an elastic run: where members meet", "http://10.0.0.1:29510")
+    slow: float = key(
+        2.0, number(1, INFINITY), "of an elastic run: report a member so many times slower than the others"
+    )
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,14 @@ class Batches:
         self.index = 0 if last else self.index + 1
         return _batch(self.samples, numbers, self._mine, self._site)
 
+    def share(self, replica: int, replicas: int) -> None:
+        """From now on this replica's part, of so many as there are now; parts differ by one sequence at most."""
+        self._mine = slice(replica * self.batch // replicas, (replica + 1) * self.batch // replicas)
+
+    def go_to(self, step: int) -> None:
+        """The position of that step of the run."""
+        self.epoch, self.index = divmod(step, self.steps_per_epoch)
+
     def peek(self) -> Tensor:
         """The ids of the batch that `next` would return; the position stays."""
         return torch.from_numpy(self.samples.ids[self._step()[self._mine]])

@@ -1,0 +1,233 @@
+"""One life of a member: what it trains, and how its gradients are averaged. Used by one_run.py and faults.py.
+
+Methods: a preset of `[wire]` (by `Reducer`), "local" (`LocalSteps`), "torchft" (torchft alone: its all-reduce in fp32
+and its own transport of state).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import thinwire as tw
+from thinwire.config.presets import LOCAL_PRESETS
+from thinwire.elastic.require import require_torchft
+
+CONTEXT, BATCH = 32, 64
+DOCS = Path(__file__).parents[3] / "docs"
+EVERY = 10  # inner steps of a round of local steps
+RATE = 1e-3
+
+
+def warm_up() -> None:
+    """Before members are forked: what each of them would import and compile again."""
+    import torch._dynamo
+
+    from thinwire.config.wire import Wire
+    from thinwire.data_parallel.precompile import try_exchange
+
+    require_torchft()
+    import torchft  # noqa: F401
+
+    torch.set_num_threads(1)
+    for wire in ("max", {"gradient": LOCAL_PRESETS["sparseloco"]["wire"]["gradient"]}):
+        reduction = Wire.of(wire).gradient
+        assert reduction is not None
+        try_exchange(reduction, {"weight": (128, 128), "bias": (128,)}, torch.zeros(1))
+
+
+class NextByte(nn.Module):
+    """About a million parameters with width 400."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 64)
+        self.body = nn.Sequential(nn.Linear(64 * CONTEXT, width), nn.ReLU(), nn.Linear(width, 256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.embedding(x).flatten(1))
+
+
+def text() -> tuple[Tensor, Tensor]:
+    """(to train on, held out), bytes of this project's documentation."""
+    joined = b"".join(path.read_bytes() for path in sorted(DOCS.glob("*.md")) if path.name != "log.md")
+    data = torch.frombuffer(bytearray(joined), dtype=torch.uint8).long()
+    return data[: -len(data) // 10], data[-len(data) // 10 :]
+
+
+def batch(data: Tensor, g: torch.Generator, size: int = BATCH) -> tuple[Tensor, Tensor]:
+    starts = torch.randint(len(data) - CONTEXT - 1, (size,), generator=g)
+    windows = data.unfold(0, CONTEXT + 1, 1)[starts]
+    return windows[:, :-1], windows[:, -1]
+
+
+class Life:
+    """A model, its optimiser, and its place among the members; `step` makes one step or round.
+
+    options: seed, method, width, min_members, timeout, patience. total: batches until the end, by which the learning
+    rate falls to 0.
+    """
+
+    def __init__(self, options: dict[str, Any], host: str, lighthouse: str, name: str, total: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(options["seed"])
+        self.model = NextByte(options["width"])
+        self.optimizer = torch.optim.Adam(self.model.parameters(), RATE)
+        self.total = total
+        self.method = options["method"]
+        self.reducer: Any = None
+        self.local: Any = None
+        limits = {key: options[key] for key in ("min_members", "timeout", "patience")}
+        if self.method == "torchft":
+            self._join_torchft(host, lighthouse, name, limits)
+            return
+        state = {} if self.method == "local" else {"model": self.model, "optimizer": self.optimizer}
+        self.quorum = tw.elastic.Quorum(state, lighthouse, host=host, name=name, **limits)
+        if self.method == "local":
+            settings = {"preset": "sparseloco", "every": EVERY}
+            self.local = tw.parallel.LocalSteps(
+                self.model.named_parameters(), self.optimizer, settings, self.quorum, seed=options["seed"]
+            )
+        else:
+            self.reducer = tw.parallel.Reducer(self.model.named_parameters(), self.method, self.quorum)
+
+    def _join_torchft(self, host: str, lighthouse: str, name: str, limits: dict[str, Any]) -> None:
+        import torch.distributed as dist
+        from torchft import Manager, ProcessGroupGloo
+
+        limit = timedelta(seconds=limits["timeout"])
+        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.manager = Manager(
+            pg=ProcessGroupGloo(timeout=limit), load_state_dict=self._load, state_dict=self._state,
+            min_replica_size=limits["min_members"], use_async_quorum=False, timeout=limit, connect_timeout=limit,
+            quorum_timeout=timedelta(seconds=limits["patience"]), rank=0, world_size=1, store_addr=host,
+            store_port=self.store.port, lighthouse_addr=lighthouse, hostname=host, replica_id=name,
+        )  # fmt: skip
+
+    def _state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    # --- where it is
+
+    @property
+    def done(self) -> float:
+        """Batches of all members that counted."""
+        if self.local is not None:
+            return float(self.local.meetings.tokens)
+        manager = self.manager if self.method == "torchft" else self.quorum.manager
+        return 0 if manager is None else manager.batches_committed()
+
+    @property
+    def steps(self) -> int:
+        return int(self.manager.current_step() if self.method == "torchft" else self.quorum.steps)
+
+    def about(self) -> dict[str, Any]:
+        """What is noted of a step."""
+        if self.method == "torchft":
+            return {"size": self.manager.num_participants(), "residual": None, "sent": 0, "healed": 0}
+        exchange = self.local.site.exchange if self.local is not None else self.reducer.exchange
+        size = self.local.site.sites if self.local is not None else self.reducer.size
+        return {
+            "size": size, "residual": exchange.residual_norm(), "sent": exchange.sent,
+            "healed": self.quorum.healing.received,
+        }  # fmt: skip
+
+    def digest(self) -> str:
+        """Of the weights that all members share."""
+        weights = [p.detach() for p in self.model.parameters()]
+        if self.local is not None:
+            weights = [f.anchors[name] for f in self.local.fragments for name in f.anchors]
+        return hashlib.sha256(b"".join(w.detach().numpy().tobytes() for w in weights)).hexdigest()[:16]
+
+    # --- a step
+
+    def step(self, draw: Callable[[], tuple[Tensor, Tensor]]) -> bool:
+        """One step, or one round of local steps: did it count?"""
+        for group in self.optimizer.param_groups:
+            group["lr"] = RATE * max(0.02, 1 - self.done / self.total)
+        if self.local is not None:
+            while True:
+                self._backward(draw)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                if self.local.step():
+                    return True
+        if self.method == "torchft":
+            self.manager.start_quorum()
+        else:
+            self.quorum.begin()
+        self._backward(draw)
+        counts = self._average()
+        if counts:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return counts
+
+    def _backward(self, draw: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        x, y = draw()
+        nn.functional.cross_entropy(self.model(x), y).backward()
+
+    def _average(self) -> bool:
+        if self.method != "torchft":
+            self.reducer.finish()
+            return self.quorum.commit()
+        flat = torch.cat([p.grad.flatten() for p in self.model.parameters()])
+        self.manager.allreduce(flat).wait()
+        counts = self.manager.should_commit()
+        sizes = [p.numel() for p in self.model.parameters()]
+        for parameter, part in zip(self.model.parameters(), flat.split(sizes)):
+            parameter.grad = part.view_as(parameter)
+        return counts
+
+    def close(self) -> None:
+        """Leave; the others go on."""
+        if self.method == "torchft":
+            self.manager.shutdown(wait=False)
+        else:
+            self.quorum.close()
+            (self.local or self.reducer).close()
+
+
+def train(
+    notes: Path,
+    options: dict[str, Any],
+    host: str,
+    lighthouse: str,
+    name: str,
+    life: int,
+    ended: Callable[[Life], bool],
+) -> float:
+    """One life, until `ended`: the held-out loss. notes: a line per step goes there."""
+    data, held_out = text()
+    total = options["members"] * options["steps"] * (EVERY if options["method"] == "local" else 1)
+    one = Life(options, host, lighthouse, name, total)
+    g = torch.Generator().manual_seed(hash((options["seed"], life, int(name[-1]))) % 2**40)
+    with notes.open("w", buffering=1) as file:
+        while not ended(one):
+            began = one.done
+            counts = one.step(lambda: batch(data, g))
+            said = {"step": one.steps - counts, "at": time.monotonic(), "counts": counts}
+            said |= {"weights": one.digest(), "batches": one.done - began, **one.about()}
+            file.write(json.dumps(said) + "\n")
+    x, y = batch(held_out, torch.Generator().manual_seed(0), 8192)
+    model = one.model
+    with torch.no_grad():
+        if one.local is None:
+            loss = float(nn.functional.cross_entropy(model(x), y))
+        else:
+            with one.local.at_anchor():
+                loss = float(nn.functional.cross_entropy(model(x), y))
+    one.close()
+    return loss

@@ -1,0 +1,155 @@
+"""`thinwire train --elastic`, `thinwire lab run --events`: members that come and go, as a user meets them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lab_support import require_network
+from safetensors.torch import load_file
+
+from thinwire import cli
+from thinwire.lab.events import Event, load_events
+from thinwire.train.members.roll import RECENT, Roll
+from thinwire.train.metrics import read_events
+
+HOSTS = ["host0", "host1", "host2"]
+RUN = """
+[model]
+layers = 1
+hidden = 16
+heads = 2
+[data]
+seq_len = 16
+samples = 100
+[mesh]
+dp = 3
+microbatches = 1
+[optim]
+batch = 12
+steps = {steps}
+warmup = 0
+[run]
+out = "{out}"
+eval_every = 4
+elastic = true
+min_replicas = 3
+loggers = []
+[wire]
+preset = "max"
+"""
+KILL = """
+[[events]]
+step = 2
+do = "kill"
+host = "host2"
+for = "0.2s"
+"""
+
+
+def write(tmp_path: Path, steps: int) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.format(steps=steps, out=tmp_path / "out"))
+    return str(path)
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
+def test_a_member_is_killed_and_comes_again_and_the_run_is_resumed(tmp_path, capsys):
+    """Three members, all of which are needed: the two that are left wait until the third has taken their state."""
+    require_network()
+    events = tmp_path / "events.toml"
+    events.write_text(KILL)
+    out = tmp_path / "out"
+    words = ["train", write(tmp_path, 12), "--elastic", "--local", "3", "--rate", "200kbit", "--timeout", "250"]
+    assert cli.main([*words, "--events", str(events)]) == 0
+    found = read_events(out / "metrics.jsonl")
+    assert [event["step"] for event in found if event["kind"] == "step"] == list(range(1, 13)), "every step counts once"
+    texts = [event["text"] for event in found if event["kind"] == "member"]
+    assert any(text.startswith("host2 died and came again; 3 members") for text in texts), texts
+    assert any(text.startswith("host2 took the others' state") for text in texts), texts
+    assert cli.main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "<h2>Members</h2>" in page and "host2 died and came again" in page and "took part in steps" in page
+    models = [load_file(out / f"host{number}" / "model" / "model-00001-of-00001.safetensors") for number in (1, 2, 3)]
+    assert all(torch.equal(models[0][name], other[name]) for other in models[1:] for name in models[0])
+    words[1] = write(tmp_path, 15)
+    assert cli.main([*words, "--resume"]) == 0
+    steps = [event for event in read_events(out / "metrics.jsonl") if event["kind"] == "step"]
+    assert [event["step"] for event in steps] == list(range(1, 16))
+    assert steps[-1]["gradient_bytes"] > steps[11]["gradient_bytes"] > 0, "counts go on where they were"
+    assert cli.main(words) == 2 and "holds a run already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("[mesh]\npp = 2", "[mesh] pp = 2: not with [run] elastic"),
+        ('[optim]\nname = "frozen_adam"', "[optim] name = 'frozen_adam': not with [run] elastic"),
+        ("[wire]\nauto = true", "[wire] auto = true: not with [run] elastic"),
+    ],
+)
+def test_what_members_cannot_be_combined_with(tmp_path, capsys, change, said):
+    path = tmp_path / "run.toml"
+    path.write_text(f"{change}\n")
+    assert cli.main(["train", str(path), "--elastic"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_who_came_and_went_and_who_is_slow():
+    roll = Roll(slow=2.0)
+    assert roll.meet([("a", "1"), ("b", "1")]) == "2 members: a, b"
+    assert roll.meet([("a", "1"), ("b", "1")]) is None
+    assert roll.meet([("a", "1"), ("b", "2"), ("c", "1")]) == "c came; b died and came again; 3 members: a, b, c"
+    said = [line for _ in range(2 * RECENT) for line in roll.time([1.0, 1.1, 2.5])]
+    assert said == ["c is slow: 2.5 s per sequence, the others 1.05 s"]
+    assert roll.meet([("a", "1"), ("b", "2")]) == "c left; 2 members: a, b"
+
+
+@pytest.mark.lab
+def test_hosts_are_killed_added_and_frozen_in_mid_run(tmp_path, capsys):
+    """host1 is killed and comes again, host2 comes later, host0 is frozen and cut off for a while; all end well."""
+    require_network()
+    program, events, record = (tmp_path / name for name in ("wait.py", "events.toml", "record.json"))
+    program.write_text("import time\nprint('alive')\nfor _ in range(60): time.sleep(0.05)\nprint('end')\n")
+    what = [("kill", 1), ("freeze", 0), ("cut", 0)]
+    text = "".join(f'[[events]]\nat = "0.5s"\ndo = "{do}"\nhost = "host{n}"\nfor = "0.5s"\n' for do, n in what)
+    events.write_text(text + '[[events]]\nat = "1s"\ndo = "add"\nhost = "host2"\n')
+    words = ["lab", "run", "--hosts", "3", "--events", str(events), "--json", str(record), "--", sys.executable]
+    assert cli.main([*words, str(program)]) == 0
+    said = capsys.readouterr().out
+    assert [said.count(f"host{n} | alive") for n in range(3)] == [1, 2, 1]
+    assert [said.count(f"host{n} | end") for n in range(3)] == [1, 1, 1]
+    happened = [(event["do"], event["host"]) for event in json.loads(record.read_text())["events"]]
+    assert sorted(happened) == sorted([
+        ("kill", "host1"), ("add", "host1"), ("freeze", "host0"), ("thaw", "host0"), ("cut", "host0"),
+        ("restore", "host0"), ("add", "host2"),
+    ])  # fmt: skip
+
+
+def test_events_are_read_and_mistakes_named(tmp_path, capsys):
+    path = tmp_path / "events.toml"
+    path.write_text('run = "out"\n[[events]]\nstep = 3\ndo = "cut"\nhost = "host1"\nfor = "2s"\n')
+    script = load_events(path, HOSTS)
+    assert script.events == [Event("cut", "host1", None, 3, 2.0)] and script.cuts and script.absent(HOSTS) == []
+    for wrong, said in (
+        ('do = "explode"\nhost = "host1"\nat = "1s"', "do = 'explode': allowed are kill, freeze, cut, add"),
+        ('do = "kill"\nhost = "host9"\nat = "1s"', "host = 'host9': the hosts are host0, host1, host2"),
+        ('do = "kill"\nhost = "host1"', 'needs at = "20s" or step = 40, and not both'),
+        ('do = "kill"\nhost = "host1"\nstep = 4', "a step is given, but not the folder of the run"),
+        ('do = "add"\nhost = "host1"\nat = "1s"\nfor = "1s"', "for: is for what can be undone"),
+        ('when = "now"', "when: no such key"),
+    ):
+        path.write_text(f"[[events]]\n{wrong}\n")
+        words = ["lab", "run", "--hosts", "3", "--events", str(path), "--", "true"]
+        assert cli.main(words) == 2
+        assert said in capsys.readouterr().err
+    path.write_text("")
+    assert cli.main(["lab", "run", "--events", str(path), "--", "true"]) == 2
+    assert "tables [[events]], one at least" in capsys.readouterr().err
+    assert cli.main(["train", str(Path(__file__).parent / "none.toml"), "--events", str(path)]) == 2

@@ -1,0 +1,1 @@
+"""`thinwire train --elastic`: replicas that come and go."""

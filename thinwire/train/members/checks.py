@@ -1,0 +1,37 @@
+"""What a run whose members come and go cannot be combined with, said before torch is imported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from thinwire.config.presets import written_out
+from thinwire.errors import UsageError
+from thinwire.train.config.sections import TrainConfig
+
+
+def check_elastic(config: TrainConfig) -> None:
+    """UsageError where `[run] elastic` is asked for with what it does not take."""
+    mesh, wire = config.mesh, written_out(config.wire)
+    refused = {
+        f"[mesh] pp = {mesh.pp}": mesh.pp > 1,
+        f"[mesh] tp = {mesh.tp}": mesh.tp > 1,
+        f"[mesh] sites = {mesh.sites}": mesh.sites > 1,
+        f"[optim] name = {config.optim.name!r}": config.optim.name != "adamw",
+        "[wire] auto = true": bool(wire.get("auto")),
+        f"[wire] streams = {wire.get('streams')!r}": wire.get("streams", 1) != 1,
+        f"[run] device = {config.run.device!r}": config.run.device != "cpu",
+    }
+    for what, is_asked in refused.items():
+        if is_asked:
+            raise UsageError(
+                f"{what}: not with [run] elastic, where a member is one rank on Gloo, with AdamW (docs/elastic.md)"
+            )
+    if config.run.min_replicas > config.optim.batch:
+        raise UsageError(
+            f"[run] min_replicas = {config.run.min_replicas}: more than [optim] batch = {config.optim.batch}"
+        )
+
+
+def alone(config: TrainConfig) -> TrainConfig:
+    """The configuration by which one member builds its part: it has no replicas that stay."""
+    return replace(config, mesh=replace(config.mesh, dp=1))

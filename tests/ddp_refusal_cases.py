@@ -69,6 +69,11 @@ def complex_parameters_are_refused() -> None:
         tw.optim.FrozenAdam(turning.named_parameters())
 
 
+def parameters_of_8_bits_are_refused() -> None:
+    with refused("small is of torch.float8_e4m3fn: allowed are real floating types that torch can add"):
+        Reducer([("small", nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn)))], Dense())
+
+
 def sparse_gradients_are_refused() -> None:
     with refused("weight has a gradient of torch.sparse_coo"):
         table = nn.Embedding(10, 4, sparse=True)
@@ -104,6 +109,7 @@ def parameter_without_a_gradient_where_ranks_do_not_ask() -> None:
 CASES = [
     parameter_without_a_gradient_where_ranks_do_not_ask,
     rank_configured_otherwise_is_named_with_the_field, second_call_is_refused_before_it_changes_anything,
-    no_parameter_to_reduce_is_refused, complex_parameters_are_refused, sparse_gradients_are_refused,
+    no_parameter_to_reduce_is_refused, complex_parameters_are_refused, parameters_of_8_bits_are_refused,
+    sparse_gradients_are_refused,
     changed_shape_is_refused,
 ]  # fmt: skip

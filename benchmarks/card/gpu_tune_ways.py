@@ -58,7 +58,8 @@ def ways() -> Iterator[Way]:
     for name in ("checksum", "inspect"):
         yield Way(name, "own", torch.uint8, ())
         for rows, warps, programs in (
-            (8, 4, 1056), (8, 4, 528), (4, 4, 2048), (16, 4, 2048), (8, 8, 1056), (4, 8, 1056), (4, 8, 2048), (8, 2, 2048),
+            (8, 4, 1056), (8, 4, 528), (4, 4, 2048), (16, 4, 2048), (8, 8, 1056), (4, 8, 1056), (4, 8, 2048),
+            (8, 2, 2048),
         ):  # fmt: skip
             values = (("ROWS", rows), ("WARPS", warps), ("PROGRAMS", programs))
             patches = tuple((gpu_checksum, attribute, value) for attribute, value in values)

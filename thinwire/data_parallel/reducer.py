@@ -27,7 +27,13 @@ from thinwire.data_parallel.checkpoint import RankState
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_pass import Deliver, Failed, Means, Pass, PassSetup
 from thinwire.data_parallel.gradient_units import Unit
-from thinwire.data_parallel.parameters import buffer_dtype, describe_parameters, store_gradient, trainable_parameters
+from thinwire.data_parallel.parameters import (
+    buffer_dtype,
+    check_frozen,
+    describe_parameters,
+    store_gradient,
+    trainable_parameters,
+)
 from thinwire.data_parallel.precompile import precompile_averaging
 from thinwire.data_parallel.quorum import Following
 from thinwire.data_parallel.step_state import StepState
@@ -167,12 +173,7 @@ class Reducer:
         """UsageError where it was closed, or a parameter trains that did not when it was made: nobody averages it."""
         if self.closed:
             raise UsageError("thinwire was closed here: its gradients are averaged by nobody; attach it again")
-        for name, p in self.frozen.items():
-            if p.requires_grad:
-                raise UsageError(
-                    f"{name} trains now and did not when thinwire was attached, so nobody averages it: wrap and attach "
-                    "again after thawing (load_state_dict carries residuals over)"
-                )
+        check_frozen(self.frozen)
 
     def _follow(self) -> None:
         """In a quorum: its members of now."""

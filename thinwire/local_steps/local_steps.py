@@ -202,18 +202,15 @@ class LocalSteps:
         """In a quorum: after so many inner steps, those of others where this site has taken their state."""
         self.resumed, self.steps = self.resumed + steps - self.steps, steps
         self.in_flight.clear()  # of a round that did not count
-        return self._send(fragment, seconds=seconds)
+        return self._send(fragment, took=seconds)
 
-    def _send(
-        self, fragment: Fragment, site: Site | None = None, exact: bool | None = None, seconds: float = 0.0
-    ) -> Round:
-        sent = {name: w.clone() for name, w in fragment.weights().items()} if self.schedule.delay else {}
+    def _send(self, part: Fragment, site: Site | None = None, exact: bool | None = None, took: float = 0.0) -> Round:
+        sent = {name: w.clone() for name, w in part.weights().items()} if self.schedule.delay else {}
         exact = self.site.exchange.steps < self.exact_rounds if exact is None else exact
-        values = fragment.outer_gradient()
-        round = Round(fragment.number, self.steps, values, fragment.tokens, exact, sent, seconds=[seconds])
-        fragment.tokens = 0.0
-        self.in_flight[fragment.number] = round
-        self.thread.submit(partial(round.run, site or self.site), fragment.home, lambda error: round.arrived.set())
+        round = Round(part.number, self.steps, part.outer_gradient(), part.tokens, exact, sent, seconds=[took])
+        part.tokens = 0.0
+        self.in_flight[part.number] = round
+        self.thread.submit(partial(round.run, site or self.site), part.home, lambda error: round.arrived.set())
         return round
 
     def _arrived(self, number: int) -> Round:

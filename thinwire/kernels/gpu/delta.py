@@ -11,13 +11,14 @@ import triton.language as tl
 from thinwire.kernels import delta as layout
 from thinwire.kernels import quantize as codes_layout
 from thinwire.kernels.gpu import tile as tiles
-from thinwire.kernels.gpu.launch import launch, tiling
+from thinwire.kernels.gpu.launch import Call, tiling
 from thinwire.kernels.gpu.quantize import (
     dequantize_tile,
     encode_arguments,
     message,
     programs_for,
     quantize_tile,
+    random_keys,
     write_codes,
 )
 from thinwire.kernels.gpu.scalar import INFINITY_BITS, as_float
@@ -114,23 +115,20 @@ def _decode(
 
 def encode_delta(x, h, out, bits, block, gate, mode, seed, wire=None, finite=None):
     """`encode_delta` of kernels/delta.py, by Triton."""
-    n, dtype = x.numel(), x.dtype
-    size, cut, end, programs, tiled = _encode_plan(n, bits, block, dtype, gate, mode)
+    size, call = _encode_plan(x.numel(), bits, block, x.dtype, gate, mode)
     wire = message(size, x.device, wire)
-    scalars, constants = encode_arguments(bits, dtype, mode, seed)
-    flag = true_flag(x) if finite is None else finite
-    arguments = x, h, out, wire, flag, n, cut, end, *scalars
-    launch(_encode, programs, *arguments, GATE=gate, BLOCK=block, **constants, **tiled)
+    call(x, h, out, wire, true_flag(x) if finite is None else finite, keys=random_keys(mode, seed))
     return wire
 
 
 @functools.lru_cache(maxsize=1024)
 def _encode_plan(n, bits, block, dtype, gate, mode):
-    """(bytes of the message, of its codes, of what precedes the gate, programs, tiling)."""
-    tiled = encode_tiling(block, mode)
-    end = codes_layout.quantized_bytes(n, bits, block, dtype)
+    """(bytes of the message, the launch)."""
+    tiled, (scalars, constants) = encode_tiling(block, mode), encode_arguments(bits, dtype, mode)
+    numbers = n, codes_layout.codes_bytes(n, bits), codes_layout.quantized_bytes(n, bits, block, dtype), *scalars
     programs = programs_for(n, bits, block, tiled["SHAPE"])
-    return layout.delta_bytes(n, bits, block, dtype, gate), codes_layout.codes_bytes(n, bits), end, programs, tiled
+    call = Call(_encode, programs, numbers, GATE=gate, BLOCK=block, **constants, **tiled)
+    return layout.delta_bytes(n, bits, block, dtype, gate), call
 
 
 def encode_tiling(block, mode):
@@ -143,15 +141,13 @@ def decode_delta(wire, h, out, bits, block, dtype, gate, y=None):
     """`decode_delta` of kernels/delta.py, by Triton."""
     n, wire = h.numel(), wire.contiguous()
     y = torch.empty(n, dtype=dtype, device=wire.device) if y is None else y
-    cut, end, programs, tiled = _decode_plan(n, bits, block, dtype)
-    constants = {"GATE": gate, "BITS": bits, "ALIGNED": wire.data_ptr() % 4 == 0, "BLOCK": block}
-    launch(_decode, programs, wire, h, out, y, n, cut, end, **constants, **tiled)
+    _decode_plan(n, bits, block, dtype, gate, wire.data_ptr() % 4 == 0)(wire, h, out, y)
     return y
 
 
 @functools.lru_cache(maxsize=1024)
-def _decode_plan(n, bits, block, dtype):
-    """(bytes of the codes, of what precedes the gate, programs, tiling)."""
+def _decode_plan(n, bits, block, dtype, gate, aligned):
     tiled = tiling(block, WIDTH, tile=1024)
-    cut, end = codes_layout.codes_bytes(n, bits), codes_layout.quantized_bytes(n, bits, block, dtype)
-    return cut, end, triton.cdiv(n, tiled["SHAPE"][1] * block), tiled
+    numbers = n, codes_layout.codes_bytes(n, bits), codes_layout.quantized_bytes(n, bits, block, dtype)
+    constants = {"GATE": gate, "BITS": bits, "ALIGNED": aligned, "BLOCK": block}
+    return Call(_decode, triton.cdiv(n, tiled["SHAPE"][1] * block), numbers, **constants, **tiled)

@@ -34,23 +34,52 @@ def launch(kernel, programs, first, *args, warps=4, registers=None, **constants)
 
     `registers` caps those of a thread at what the path of full tiles needs: the masked path, of the last tile
     only, would take twice as many and halve the programs that fit the chip at a time.
+
+    Returns (the kernel, compiled, its constants in order).
     """
     if not programs:
-        return
+        return None
     args = first, *args
     if first.is_cuda:
         if first.get_device() == torch.cuda.current_device():
-            _run(kernel, programs, args, constants, warps, registers)
-        else:
-            with torch.cuda.device(first.device):
-                _run(kernel, programs, args, constants, warps, registers)
+            return _run(kernel, programs, args, constants, warps, registers)
+        with torch.cuda.device(first.device):
+            return _run(kernel, programs, args, constants, warps, registers)
     elif isinstance(kernel, InterpretedFunction):
-        _run(kernel, programs, args, constants, warps, registers)
+        return _run(kernel, programs, args, constants, warps, registers)
     else:
         raise ValueError(
             f"impl='gpu' was given a tensor on {first.device}: it needs CUDA tensors "
             "(or TRITON_INTERPRET=1 in the environment before triton is imported, for tests)"
         )
+
+
+class Call:
+    """Launches of a kernel for tensors of one size: what does not change from one to the next is worked out once."""
+
+    def __init__(self, kernel, programs, numbers, *, warps=4, registers=None, **constants):
+        """`kernel(*tensors, *numbers, *keys, **constants)`; numbers: those that do not change."""
+        self.kernel, self.programs, self.numbers = kernel, programs, numbers
+        self.constants = {"warps": warps, "registers": registers, **constants}
+        self.found = {}  # of what kinds the tensors are → (the compiled kernel, its constants in order)
+
+    def __call__(self, *tensors, keys=()):
+        """keys: 32-bit integers."""
+        device, addresses = tensors[0].get_device(), [x.data_ptr() for x in tensors]
+        kinds = (device, *[x.dtype for x in tensors], *[address % 16 == 0 for address in addresses])
+        compiled, order = self.found.get(kinds, (None, ()))
+        same = compiled is not None and device == torch.cuda.current_device()
+        if same and all(x.is_contiguous() for x in tensors):
+            _start(compiled, self.programs, device, (*addresses, *self.numbers, *keys, *order))
+        elif self.programs:
+            found = launch(self.kernel, self.programs, *tensors, *self.numbers, *keys, **self.constants)
+            if found is not None and found[1] is not None:
+                self.found[kinds] = found[1:]
+
+
+def _start(compiled, programs, device, values):
+    known = compiled.function, compiled.packed_metadata, None, None, None  # no hooks
+    compiled.run(programs, 1, 1, driver.active.get_current_stream(device), *known, *values)
 
 
 def _run(kernel, programs, args, constants, warps, registers):
@@ -69,19 +98,17 @@ def _run(kernel, programs, args, constants, warps, registers):
     key = tuple(key)
     found = _compiled.get(key)
     if found is not None and found[1] is not None:
-        _, compiled, order = found
-        stream = driver.active.get_current_stream(device)
-        known = compiled.function, compiled.packed_metadata, None, None, None  # no hooks
-        compiled.run(programs, 1, 1, stream, *known, *values, *order)
-        return
+        _start(found[1], programs, device, (*values, *found[2]))
+        return found
     if found is None and new_kernels == "refuse":
         raise RuntimeError(f"kernel {kernel.__name__} is loaded in a step: it was not called before the first one")
     options = {"num_warps": warps, "maxnreg": registers, "enable_fp_fusion": False}
     compiled = kernel[(programs,)](*args, **constants, **options)  # by the interpreter: None
-    _compiled[key] = kernel, compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    new = _compiled[key] = kernel, compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
     if found is None and new_kernels == "expect":
         for others in otherwise_aligned(args):
             _run(kernel, programs, others, constants, warps, registers)
+    return new
 
 
 def otherwise_aligned(args):

@@ -11,7 +11,7 @@ import triton.language as tl
 from thinwire.kernels import quantize as layout
 from thinwire.kernels import scales
 from thinwire.kernels.gpu import tile as tiles
-from thinwire.kernels.gpu.launch import launch, line, signed, tiling
+from thinwire.kernels.gpu.launch import Call, line, signed, tiling
 from thinwire.kernels.gpu.scalar import (
     NONFINITE,
     ROUNDER_BITS,
@@ -191,19 +191,17 @@ def encode_tiling(block, itemsize, mode):
     return tiling(block, 32, tile=2048, warps=2, registers=64)
 
 
-def encode_arguments(bits, dtype, mode, seed):
-    """What the encoding kernels share: (scalars, constants)."""
-    keys = map(signed, split(seed)) if mode == layout.STOCHASTIC else (0, 0)
-    fixed, constants = _fixed_arguments(bits, dtype, mode)
-    return (*fixed, *keys), constants
-
-
-@functools.cache
-def _fixed_arguments(bits, dtype, mode):
+def encode_arguments(bits, dtype, mode):
+    """What the encoding kernels share: (scalars before the random keys, constants)."""
     fmax = torch.finfo(dtype).max
     steps = layout.qmax(bits) + (mode == layout.FULL)
     table = candidates(bits) if mode == layout.LEAST_SQUARES else 0
     return (scale_limit(steps, fmax), fmax / 2), {"BITS": bits, "MODE": mode, "TABLE": table}
+
+
+def random_keys(mode, seed):
+    """The last arguments of the encoding kernels."""
+    return tuple(map(signed, split(seed))) if mode == layout.STOCHASTIC else (0, 0)
 
 
 def programs_for(n, bits, block, shape):
@@ -213,21 +211,20 @@ def programs_for(n, bits, block, shape):
 
 def quantize(x, bits, block, mode, seed, out=None, finite=None):
     """`quantize` of kernels/quantize.py, by Triton."""
-    n, dtype = x.numel(), x.dtype
-    size, cut, programs, tiled = _encode_plan(n, bits, block, dtype, mode)
+    size, call = _encode_plan(x.numel(), bits, block, x.dtype, mode)
     wire = message(size, x.device, out)
-    scalars, constants = encode_arguments(bits, dtype, mode, seed)
-    finite = true_flag(x) if finite is None else finite
-    launch(_quantize, programs, x, wire, finite, n, cut, *scalars, BLOCK=block, **constants, **tiled)
+    call(x, wire, true_flag(x) if finite is None else finite, keys=random_keys(mode, seed))
     return wire
 
 
 @functools.lru_cache(maxsize=1024)
 def _encode_plan(n, bits, block, dtype, mode):
-    """(bytes of the message, of its codes, programs, tiling)."""
+    """(bytes of the message, the launch)."""
     tiled = encode_tiling(block, dtype.itemsize, mode)
-    size = layout.quantized_bytes(n, bits, block, dtype)
-    return size, layout.codes_bytes(n, bits), programs_for(n, bits, block, tiled["SHAPE"]), tiled
+    scalars, constants = encode_arguments(bits, dtype, mode)
+    numbers = n, layout.codes_bytes(n, bits), *scalars
+    call = Call(_quantize, programs_for(n, bits, block, tiled["SHAPE"]), numbers, BLOCK=block, **constants, **tiled)
+    return layout.quantized_bytes(n, bits, block, dtype), call
 
 
 def message(size, device, out):
@@ -244,15 +241,12 @@ def dequantize(wire, n, bits, block, dtype, onto, out=None):
     wire = wire.contiguous()
     if onto is not None or out is None:
         out = torch.empty(n, dtype=dtype, device=wire.device) if onto is None else onto
-    cut, programs, constants = _decode_plan(n, bits, block, out.dtype)
-    aligned = wire.data_ptr() % 4 == 0
-    launch(_dequantize, programs, wire, out, n, cut, ALIGNED=aligned, ADD=onto is not None, **constants)
+    _decode_plan(n, bits, block, out.dtype, wire.data_ptr() % 4 == 0, onto is not None)(wire, out)
     return out
 
 
 @functools.lru_cache(maxsize=1024)
-def _decode_plan(n, bits, block, dtype):
-    """(bytes of the codes, programs, constants with the tiling)."""
+def _decode_plan(n, bits, block, dtype, aligned, add):
     tiled = tiling(block, 32, tile=1024, warps=dtype.itemsize)  # a thread writes 32 bytes
-    programs = triton.cdiv(n, tiled["SHAPE"][1] * block)
-    return layout.codes_bytes(n, bits), programs, {"BITS": bits, "BLOCK": block, **tiled}
+    programs, numbers = triton.cdiv(n, tiled["SHAPE"][1] * block), (n, layout.codes_bytes(n, bits))
+    return Call(_dequantize, programs, numbers, BITS=bits, ALIGNED=aligned, ADD=add, BLOCK=block, **tiled)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from thinwire.kernels import sign as layout
 from thinwire.kernels.gpu import tile as tiles
-from thinwire.kernels.gpu.launch import launch, line, tiling
+from thinwire.kernels.gpu.launch import Call, launch, line, tiling
 from thinwire.kernels.gpu.quantize import programs_for, scale_limit
 from thinwire.kernels.gpu.scalar import (
     INFINITY_BITS,
@@ -90,26 +90,19 @@ def _decode(wire, out, n, cut, ALIGNED: tl.constexpr, SHAPE: tl.constexpr, BLOCK
 
 def encode_sign(x, block, finite=None):
     """`encode_sign` of kernels/sign.py, by Triton."""
-    n = x.numel()
-    size, cut, limit, programs, tiled = _encode_plan(n, block, x.dtype)
+    size, call = _encode_plan(x.numel(), block, x.dtype)
     wire = torch.empty(size, dtype=torch.uint8, device=x.device)
-    flag = true_flag(x) if finite is None else finite
-    launch(_encode, programs, x, wire, flag, n, cut, limit, BLOCK=block, **tiled)
+    call(x, wire, true_flag(x) if finite is None else finite)
     return wire
 
 
 @functools.lru_cache(maxsize=1024)
 def _encode_plan(n, block, dtype):
-    """(bytes of the message, of its bits, largest scale code, programs, tiling)."""
+    """(bytes of the message, the launch)."""
     tiled = encode_tiling(block, dtype.itemsize)
-    limit = scale_limit(1, torch.finfo(dtype).max)
-    return (
-        layout.sign_bytes(n, block, dtype),
-        codes_bytes(n, 1),
-        limit,
-        programs_for(n, 1, block, tiled["SHAPE"]),
-        tiled,
-    )
+    numbers = n, codes_bytes(n, 1), scale_limit(1, torch.finfo(dtype).max)
+    call = Call(_encode, programs_for(n, 1, block, tiled["SHAPE"]), numbers, BLOCK=block, **tiled)
+    return layout.sign_bytes(n, block, dtype), call
 
 
 def encode_tiling(block, itemsize):

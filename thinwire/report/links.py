@@ -106,7 +106,8 @@ def links(runs: Sequence[Run], summary: Summary) -> Figure | None:
     for (run, lines), axes in zip(known, panels[:, 0]):
         dress(axes, "step" if axes is panels[-1, 0] else "", "Mbit/s sent")
         rate = number(run.about, "rate")
-        _draw(axes, [Line(name, [(x, y / 1e6) for x, y in smooth(points, median)]) for name, points in lines])
+        curves = [Line(name, [(x, y / 1e6) for x, y in smooth(points, median)]) for name, points in lines]
+        _draw(axes, curves, {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 4, "borderaxespad": 0.1})
         top = max(y for line in lines for _, y in smooth(line.points, median)) / 1e6
         if rate:
             axes.axhline(rate / 1e6, color="#888888", linewidth=0.8, linestyle=(0, (4, 3)))
@@ -132,8 +133,8 @@ def boundaries(runs: Sequence[Run], summary: Summary) -> Figure | None:
     figure, panels = _panels(len(known), len(kinds), 2.7)
     for (run, lines), row in zip(known, panels):
         for axes, kind in zip(row, kinds):
-            dress(axes, "step" if row is panels[-1] else "", "relative error" if axes is row[0] else "")
-            _draw(axes, lines[kind])
+            dress(axes, "step" if axes in panels[-1] else "", "relative error" if axes is row[0] else "")
+            _draw(axes, lines[kind], {"loc": "best"})  # a narrow panel: beside its title there is no room
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -148,10 +149,10 @@ def _panels(rows: int, columns: int, height: float) -> tuple[Figure, Any]:
     return figure, figure.subplots(rows, columns, sharex="col", sharey="row", squeeze=False)
 
 
-def _draw(axes: Axes, lines: Sequence[Line]) -> None:
+def _draw(axes: Axes, lines: Sequence[Line], names_at: dict[str, Any]) -> None:
     """Curves of one panel, named where they are few."""
     for at, (name, points) in enumerate(lines):
         colour, style = LINES[(at + 3) % len(LINES)], STYLES[at % len(STYLES)]
         axes.plot(*zip(*points), label=name, color=colour, linestyle=style, linewidth=1.4)
     if 1 <= len(lines) <= NAMED:
-        axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.1)
+        axes.legend(frameon=False, fontsize=8, **names_at)

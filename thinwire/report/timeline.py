@@ -48,7 +48,7 @@ def explained(result: Result) -> str:
     """The words under the picture of a simulated step."""
     spent = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in result.spent.items())
     return (
-        f"One pipeline, one band per rank: above what it computes, below what its port sends. Outlined in black: what "
+        f"One pipeline, one band per rank: above what it computes, below what its port sends. Outlined: what "
         f"the step waits for ({spent}). The network is the simulator's, at the run's rate and latency, without loss; "
         f"how long computing takes is fitted so that the step lasts the measured {result.makespan:.3g} s."
     )

@@ -125,7 +125,7 @@ def draw(rows: list[Row], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("times fewer bytes per token than fp32 data parallel")
     axes.set_ylabel("held-out loss over fp32's, %")
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from kernels_gpu_support import DEVICE, interpreted  # noqa: F401
 from thread_group import run
 
+from thinwire.collectives.transit import checksum_of
 from thinwire.config.presets import PRESETS
 from thinwire.config.wire import Wire
 from thinwire.data_parallel.gradient_units import make_units
@@ -58,6 +59,9 @@ def test_steps_call_only_what_was_called_before(preset, like, monkeypatch):
     for link in links:
         _messages(link, like)
     run(2, lambda rank: _exchanges(wire.gradient, like, rank))
+    message = torch.zeros(100, dtype=torch.uint8, device=DEVICE)
+    for start in (0, 1, 8):  # wherever a message lies
+        checksum_of(message[start : start + 64])
     assert len(launch._compiled) == called > 0
 
 

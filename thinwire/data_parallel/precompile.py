@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.groups import ALONE, world
+from thinwire.collectives.transit import checksum_of
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Shape, make_units
 from thinwire.distributed.precompile import STEPS, example_values, precompile
@@ -31,10 +32,12 @@ def precompile_averaging(what: str, reduction: Reduction, named: Mapping[str, Te
 
 
 def try_exchange(reduction: Reduction, shapes: Mapping[str, Shape], like: Tensor) -> None:
-    """Exchange the smallest unit that is compressed, if any is, for tensors of these shapes.
+    """Exchange the smallest unit that is compressed, if any is, for tensors of these shapes; and the checksum of a
+    message, which a group of one never sends.
 
     like: a tensor of their dtype and device.
     """
+    checksum_of(torch.zeros(64, dtype=torch.uint8, device=like.device))
     units = (unit for unit in make_units(shapes, reduction) if unit.numel and not unit.exact)
     unit = min(units, key=lambda unit: unit.numel, default=None)
     if unit is None:

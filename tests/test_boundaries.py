@@ -69,6 +69,7 @@ def test_a_tangent_keeps_the_basis_orthonormal_to_first_order():
     assert (step * gradient).sum() >= 0  # it descends
 
 
+@pytest.mark.slow
 def test_the_basis_finds_the_space_of_the_data():
     """Reconstruction loss of data in a subspace of the rank: its optimum is that subspace."""
     generator = torch.Generator().manual_seed(0)

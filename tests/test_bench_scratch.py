@@ -82,6 +82,7 @@ def test_steps_are_counted_between_evaluations():
     ]
 
 
+@pytest.mark.slow
 def test_the_command_measures_resumes_and_draws(tmp_path, capsys):
     words = [
         "bench",

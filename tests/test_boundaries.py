@@ -94,6 +94,7 @@ def test_a_boundary_opens_from_what_was_learnt_to_a_plain_stage():
     assert not torch.allclose(found[0], found[2], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_the_basis_finds_the_space_of_the_data():
     """Reconstruction loss of data in a subspace of the rank: its optimum is that subspace."""
     generator = torch.Generator().manual_seed(0)

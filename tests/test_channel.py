@@ -74,7 +74,9 @@ def test_delta_converges_from_a_compressed_first_visit():
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=lambda k: f"{k.name}-{k.store}-{k.gate}-{k.cold}")
-@pytest.mark.parametrize("codec", [c.Quantize(4), c.LowRank(2), c.TopK(0.2)], ids=str)
+@pytest.mark.parametrize(
+    "codec", [c.Quantize(4), pytest.param(c.LowRank(2), marks=pytest.mark.slow), c.TopK(0.2)], ids=str
+)
 def test_state_resumes_bitwise(memory, codec):
     """Save after 5 steps, load with weights_only, go on: the same frames as without stopping."""
     xs = [tensor("gaussian", (12, 20), torch.float32, t) for t in range(10)]

@@ -53,7 +53,9 @@ def test_contraction(codec, kind, n, seed):
     assert sum(errors) / draws <= bound * (1.1 if draws > 1 else 1 + 1e-5) + 1e-30
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "laplace", "student", "onehot"])
+@pytest.mark.parametrize(
+    "kind", ["gaussian", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("laplace", "student", "onehot"))]
+)
 @pytest.mark.parametrize("codec", UNBIASED, ids=str)
 def test_unbiased_and_variance(codec, kind):
     """The mean of many draws is x within its own standard error, and the mean squared error is at most ω‖x‖²."""

@@ -23,7 +23,7 @@ from torch import nn
 import thinwire as tw
 
 SLOW = float(os.environ.get("THINWIRE_TEST_SLOW", "1"))
-LIMITS = {"min_members": 2, "timeout": 4 * SLOW, "patience": 40 * SLOW}
+LIMITS = {"timeout": 4 * SLOW, "patience": 40 * SLOW}
 WIRES = {
     "feedback": tw.Reduction(tw.collectives.Quantized(4), tw.memory.ErrorFeedback()),
     "shift": tw.Reduction(tw.collectives.TopkAllgather(0.05), tw.memory.EControl(0.5)),
@@ -53,11 +53,12 @@ def train_locally(address: str, name: str, steps: int, events: dict[int, str], o
     """Two inner steps per round; steps and events count rounds."""
     model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10))
     inner = torch.optim.AdamW(model.parameters(), 1e-2)
-    quorum = tw.elastic.Quorum({}, address, name=name, **LIMITS)
+    quorum = tw.elastic.Quorum({}, address, name=name, min_members=first_members(out), **LIMITS)
     wait_for_the_test(out)
     local = tw.parallel.LocalSteps(
         model.named_parameters(), inner, tw.Wire(gradient=WIRES["feedback"]), quorum, every=2, fragments=2
     )
+    let_others_die(quorum)
     joined = {"rounds": quorum.steps, "inner": len(inner.state), "residual": local.site.exchange.residual_norm()}
     with open(out, "w", buffering=1) as notes:
         notes.write(json.dumps({"joined": joined}) + "\n")
@@ -117,6 +118,17 @@ def happen(event: str, quorum: tw.elastic.Quorum, exchange: object) -> None:
         exchange.agree = agree_and_die
 
 
+def first_members(out: str) -> int:
+    """How many must be there for the first step to count: all three that begin, so that all see the events; two for one
+    that comes later."""
+    return 2 if os.path.exists(f"{out}.hold") else 3
+
+
+def let_others_die(quorum: tw.elastic.Quorum) -> None:
+    """From now on two are enough."""
+    quorum.manager._min_replica_size = 2
+
+
 def wait_for_the_test(out: str) -> None:
     """Until it lets this member come."""
     while os.path.exists(f"{out}.hold"):
@@ -126,7 +138,9 @@ def wait_for_the_test(out: str) -> None:
 def main(address: str, name: str, wire: str, steps: int, events: dict[int, str], out: str) -> None:
     model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    quorum = tw.elastic.Quorum({"model": model, "optimizer": optimizer}, address, name=name, **LIMITS)
+    quorum = tw.elastic.Quorum(
+        {"model": model, "optimizer": optimizer}, address, name=name, min_members=first_members(out), **LIMITS
+    )
     if wire == "feedback":
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         forward = nn.parallel.DistributedDataParallel(model)
@@ -154,6 +168,7 @@ def main(address: str, name: str, wire: str, steps: int, events: dict[int, str],
                 means = tw.all_reduce({"x": torch.randn(200)}, tw.collectives.Quantized(4), quorum, averaged)
             counts = quorum.commit()
             if counts:
+                let_others_die(quorum)
                 optimizer.step()
             optimizer.zero_grad()
             moments = [value for state in optimizer.state.values() for value in state.values()]

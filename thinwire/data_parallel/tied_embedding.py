@@ -139,7 +139,8 @@ class TiedEmbedding:
 class RowEmbedding(nn.Module):
     """Stands in the first stage for its copy of a tied embedding, and holds some of its rows, at first all.
 
-    like: the embedding that it replaces. A token whose row is not there is an IndexError, on a card NaN.
+    like: the embedding that it replaces. A token whose row is not there is an IndexError, on a card or without
+    gradients NaN.
     """
 
     def __init__(self, like: nn.Embedding) -> None:
@@ -164,8 +165,9 @@ class RowEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = self.get_buffer("places")[tokens]
-        if places.device.type == "cpu":
+        if places.device.type == "cpu" and torch.is_grad_enabled():
             return nn.functional.embedding(places, self.weight, self.padding_row)
-        # a card would end the process for a row that is not there; NaN drops the step (torch asks for shapes by zeros)
+        # a card would end the process for a row that is not there; NaN drops the step. And torch asks for shapes by
+        # zeros, without gradients: the row of token 0 may not be there
         found = nn.functional.embedding(places.clamp(min=0), self.weight, self.padding_row)
         return found.masked_fill((places < 0)[..., None], torch.nan)

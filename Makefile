@@ -33,7 +33,8 @@ test: setup
 # (lab) or take 3 seconds and more (slow), and whole files of: Triton's interpreter, theory runs, models and trainings,
 # examples and compiling. Hypothesis tries 10 inputs per test instead of 60. `make test` is everything.
 LONG := $(addprefix tests/test_,kernels_gpu.py kernels_gpu_select.py precompile_gpu.py convex.py train_models.py \
-	train_lora.py train_split.py train_plain.py train_command.py pipeline_example.py examples_ddp.py precompile.py)
+	train_lora.py train_split.py train_plain.py train_encoders.py train_command.py pipeline_example.py \
+	examples_ddp.py precompile.py)
 quick: setup
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -m "not lab and not huge and not slow" $(addprefix --ignore=,$(LONG))
 

@@ -19,6 +19,9 @@ from pathlib import Path
 import pytest
 from elastic_member import live
 
+import thinwire as tw
+from thinwire.errors import RunFailed
+
 SLOW = float(os.environ.get("THINWIRE_TEST_SLOW", "1"))
 LIMIT = 250 * SLOW  # seconds until a run is given up
 pytestmark = pytest.mark.skipif(
@@ -167,3 +170,11 @@ def test_local_steps_of_sites_that_come_and_go(tmp_path):
     assert all(len(weights) == 1 for weights in by_inner.values()), "anchors have the same bits on all sites"
     assert [max(line["returns"] for line in found[name] if "returns" in line) for name in "abcd"] == [0, 0, 1, 0]
     assert [line["size"] for line in found["a"] if "size" in line][-1] == 3
+
+
+def test_a_lighthouse_that_is_not_there_is_one_line():
+    from torch import nn
+
+    quorum = tw.elastic.Quorum({"model": nn.Linear(2, 2)}, "http://127.0.0.1:9", timeout=1.0, patience=2.0)
+    with pytest.raises(RunFailed, match="the lighthouse cannot be reached"):
+        quorum.begin()

@@ -130,7 +130,10 @@ class Quorum(DirectMembers, Elastic):
         """
         if self.manager is None:
             self._most_bytes()  # what cannot be sent is said now, and not when the first newcomer comes
-            self.manager = self._join()
+            try:
+                self.manager = self._join()
+            except (RuntimeError, TimeoutError) as error:
+                raise RunFailed(f"the lighthouse cannot be reached: {_reason(error)}") from error
             self.manager.load_state_dict({"step": self._resumed[0], "batches_committed": self._resumed[1]})
             for name, (load, save) in self.told.items():
                 self.manager.register_state_dict_fn(name, load, save)

@@ -145,7 +145,8 @@ def measure_way(
         asker.rate(rate)
         took, sent = timed(cell, 1 if floor > 3 else 3 if floor > 0.3 else 5)
         left = sent if rate == "unlimited" else left
-        write(row | {"step_s": statistics.median(took), "each_s": took, "bytes": sent})
+        skips = 0 if cell.handle is None else cell.handle.skips
+        write(row | {"step_s": statistics.median(took), "each_s": took, "bytes": sent, "skips": skips})
 
 
 def table(rows: list[dict]) -> str:
@@ -182,7 +183,8 @@ def _cell(cells: dict, way: str, rate: str) -> str:
         return f"> {row['floor_s']:.0f}" if row["floor_s"] else "–"
     own = [r["step_s"] or r["floor_s"] for (w, at), r in cells.items() if at == rate and w.startswith("torch")]
     own = [seconds for seconds in own if seconds]
-    return f"{row['step_s']:.3f}" + (f" ({min(own) / row['step_s']:.2f}×)" if own else "")
+    dropped = f", {row['skips']} steps rolled back" if row.get("skips") else ""  # then the seconds mean nothing
+    return f"{row['step_s']:.3f}" + (f" ({min(own) / row['step_s']:.2f}×)" if own else "") + dropped
 
 
 def main() -> int:

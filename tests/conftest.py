@@ -24,7 +24,15 @@ settings.register_profile(
 settings.register_profile("long", parent=settings.get_profile("thinwire"), max_examples=1000, derandomize=False)
 settings.register_profile("quick", parent=settings.get_profile("thinwire"), max_examples=10)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "thinwire"))
-torch.set_num_threads(2)
+THREADS = 2
+torch.set_num_threads(THREADS)
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """What is run in this process may have set another number, as benchmarks do."""
+    yield
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture

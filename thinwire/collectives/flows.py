@@ -7,13 +7,11 @@ K contiguous pieces, piece i goes over flow (tag + i) mod K. Both ends know size
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.collectives.groups import Group, explicit, flow_groups, unmetered, world
+from thinwire.collectives.groups import Group, destroy, explicit, twin, unmetered, world
 from thinwire.errors import UsageError
 
 # Bytes of a piece at least. A flow that is new or was silent sends 10 packets, 14 480 bytes, before the first answer.
@@ -30,15 +28,14 @@ class Flows:
     `Metered` group counts its bytes, as with `dist.isend`.
 
     group: whose members send to each other. Its own sockets are the first flow.
-    streams: how many flows. 1 makes no connection. What is on a card goes over the group's own flow: NCCL opens flows
+    streams: how many flows. 1 makes no new group. What is on a card goes over the group's own flow: NCCL opens flows
     by itself.
     """
 
     def __init__(self, group: Group, streams: int) -> None:
         if isinstance(streams, bool) or not isinstance(streams, int) or not 1 <= streams <= MOST_STREAMS:
             raise UsageError(f"streams {streams!r}: allowed is a whole number from 1 to {MOST_STREAMS}")
-        self.groups: list[dist.ProcessGroup] = []  # the group itself; none where there is nobody to send to
-        self.more: list[Any] = []  # groups of Gloo, one per flow beside the group's own
+        self.groups: list[dist.ProcessGroup] = []  # one per flow; none where there is nobody to send to
         if world(group)[0] == 1:
             return
         plain = explicit(unmetered(group))
@@ -47,8 +44,7 @@ class Flows:
                 f"streams {streams} on NCCL: it opens flows by itself, so set NCCL_SOCKET_NTHREADS and "
                 "NCCL_NSOCKS_PERTHREAD (their product is the number of flows, 64 at most) and leave streams at 1"
             )
-        self.groups = [plain]
-        self.more = flow_groups(plain, streams - 1) if streams > 1 else []
+        self.groups = [plain, *(twin(plain) for _ in range(streams - 1))]
 
     def isend(self, x: Tensor, peer: int, tag: int = 0) -> list[dist.Work]:
         """Send x to the member with rank `peer` in the group; all of the returned works are to be waited for.
@@ -56,12 +52,7 @@ class Flows:
         x: contiguous, unchanged until then. An empty one is not sent. tag: as the receiver's.
         A flow whose connection is lost raises at `wait`.
         """
-        works = [
-            self.more[flow - 1].send([piece], peer, tag)
-            if flow
-            else dist.isend(piece, group=self.groups[0], tag=tag, group_dst=peer)
-            for piece, flow in self._over_flows(x, tag)
-        ]
+        works = [dist.isend(piece, group=group, tag=tag, group_dst=peer) for piece, group in self._over_flows(x, tag)]
         return [work for work in works if work is not None]
 
     def irecv(self, x: Tensor, peer: int, tag: int = 0) -> list[dist.Work]:
@@ -69,22 +60,19 @@ class Flows:
 
         x: contiguous, as many bytes as are sent. tag: as the sender's.
         """
-        works = [
-            self.more[flow - 1].recv([piece], peer, tag)
-            if flow
-            else dist.irecv(piece, group=self.groups[0], tag=tag, group_src=peer)
-            for piece, flow in self._over_flows(x, tag)
-        ]
+        works = [dist.irecv(piece, group=group, tag=tag, group_src=peer) for piece, group in self._over_flows(x, tag)]
         return [work for work in works if work is not None]
 
     def close(self) -> None:
-        """Free the connections that were made here; the group itself stays."""
-        self.more.clear()
+        """Free the groups that were made here; the group itself stays."""
+        for group in self.groups[1:]:
+            destroy(group)
+        del self.groups[1:]
 
-    def _over_flows(self, x: Tensor, tag: int) -> list[tuple[Tensor, int]]:
-        """The pieces of a message, each with the number of the flow that carries it."""
-        count = 1 + len(self.more) if x.device.type == "cpu" else 1
-        return [(piece, (tag + i) % count) for i, piece in enumerate(pieces(x, count))]
+    def _over_flows(self, x: Tensor, tag: int) -> list[tuple[Tensor, dist.ProcessGroup]]:
+        """The pieces of a message, each with the group that carries it."""
+        count = len(self.groups) if x.device.type == "cpu" else 1
+        return [(piece, self.groups[(tag + i) % count]) for i, piece in enumerate(pieces(x, count))]
 
 
 def pieces(x: Tensor, count: int) -> list[Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from thinwire.collectives.early import Early, PointToPoint
 from thinwire.collectives.members import Elastic, Members, TorchMembers
 from thinwire.collectives.transit import Transit
 from thinwire.errors import UsageError
-from thinwire.torch_private.groups import NUMBERS, connect, is_known, is_named_by_count, timeout_of
+from thinwire.torch_private.groups import NUMBERS, is_known, is_named_by_count, timeout_of
 
 
 class Alone:
@@ -124,17 +123,12 @@ def new_group(
     timeout = timeout_of(among)
     if len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks) and not is_named_by_count():
         return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
-    with NUMBERS.take(_unused_number(among)):
+    lowest = torch.tensor([NUMBERS.lowest()], device="cuda" if dist.get_backend(among) == "nccl" else "cpu")
+    dist.all_reduce(lowest, op=dist.ReduceOp.MAX, group=among)
+    with NUMBERS.take(int(lowest)):
         return dist.new_group(
             list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
         )
-
-
-def _unused_number(among: dist.ProcessGroup | None) -> int:
-    """The lowest that no member of the group has used; they call this together."""
-    lowest = torch.tensor([NUMBERS.lowest()], device="cuda" if dist.get_backend(among) == "nccl" else "cpu")
-    dist.all_reduce(lowest, op=dist.ReduceOp.MAX, group=among)
-    return int(lowest)
 
 
 def twin(group: Group, backend: str | None = None) -> dist.ProcessGroup:
@@ -144,16 +138,6 @@ def twin(group: Group, backend: str | None = None) -> dist.ProcessGroup:
     """
     plain = unmetered(group)
     return new_group(dist.get_process_group_ranks(explicit(plain)), plain, backend=backend)
-
-
-def flow_groups(group: dist.ProcessGroup, count: int) -> list[Any]:
-    """So many more groups of Gloo of the same ranks, for messages between two of them: connected at once, in the time
-    that one takes, which over a long link is a second. They end with whoever holds them."""
-    size, rank = world(group)
-    number = _unused_number(group)
-    NUMBERS.use(number)
-    ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
-    return connect(f"thinwire flows {ranks} {number}", count, rank, size, timeout_of(group))
 
 
 def subgroup(members: Sequence[int], group: dist.ProcessGroup, options: object = None) -> dist.ProcessGroup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,6 @@ from thinwire.torch_private.versions import require
 require("process groups", distributed_c10d, "_world", "_get_default_store", "_get_default_group", "_hash_ranks_to_str")
 require("process groups", type(distributed_c10d._world), "pg_map", "pg_names", "group_count")
 require("process groups", dist.ProcessGroup, "_device_types", "_get_backend")
-require("several flows", dist.Store, "clone")
 atexit.register(wait_for_gloo)
 
 
@@ -42,10 +40,6 @@ class GroupNumbers:
     def lowest(self) -> int:
         """The lowest number that was not used on this rank."""
         return self.next if is_named_by_count() else max(self.next, len(distributed_c10d._world.pg_names))
-
-    def use(self, number: int) -> None:
-        """This number, at least `lowest`, names something that torch does not know of."""
-        self.next = number + 1
 
     @contextmanager
     def take(self, number: int) -> Iterator[None]:
@@ -86,22 +80,6 @@ def is_named_by_count() -> bool:
     after = distributed_c10d._hash_ranks_to_str([0])
     known.group_count -= 1
     return before != after
-
-
-def connect(name: str, count: int, rank: int, size: int, timeout: timedelta) -> list[Any]:
-    """So many groups of Gloo that torch does not list, all connected at once; all their members call this together.
-
-    name: unique in the store that all ranks met in. rank, size: in these groups. timeout: as of any group. Each waits
-    for the others' addresses on a connection to the store of its own: on one they would wait in a row, each member in
-    another order.
-    """
-    store: Any = default_store()
-
-    def one(number: int) -> Any:
-        return dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/{number}", store.clone()), rank, size, timeout)
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(one, range(count)))
 
 
 def is_known(group: dist.ProcessGroup) -> bool:

@@ -36,6 +36,12 @@ def threads():
 
 
 @pytest.fixture
+def one_thread():
+    """As ranks have: products of several threads add up in another order."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
 def alone():
     """A world of one rank in this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,19 +17,11 @@ from thinwire.bench.scratch.rows import DENSE, ROWS
 from thinwire.bench.scratch.seconds import PUBLISHED, Yardstick, boundary_bytes, bytes_per_token, seconds_per_step
 from thinwire.bench.scratch.training import sequence_of, steps_to
 from thinwire.cli import main
+from thinwire.errors import UsageError
 from thinwire.lab import Network
 
 SMALL = Scratch(stages=2, width=32, length=16, rows=4, steps=3, every=1, held_out=4)
 MICROBATCHES = 2
-
-
-@pytest.fixture
-def one_thread():
-    """As the ranks have: products of several threads add up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def both(rows: list[str]) -> list[list[dict]]:
@@ -110,3 +103,14 @@ def test_the_command_measures_resumes_and_draws(tmp_path, capsys):
     assert main([*words, "--json", str(out), "--resume", "--width", "32"]) == 2
     assert "is of other options" in capsys.readouterr().err
     assert main(["bench", "scratch", "--only", "wings"]) == 2
+
+
+def test_tokens_that_are_kept_are_those_of_the_text(tmp_path):
+    """Learned tokens of a folder, read again from the file; another text's are refused."""
+    for number in range(20):
+        (tmp_path / f"{number:02}.py").write_text("def number():\n    return 1\n\n" * 40)
+    setup = replace(SMALL, text=str(tmp_path), vocabulary=280, cache=str(tmp_path / "tokens.npz"))
+    first, again = text(setup, 0), text(setup, 0)
+    assert all(torch.equal(*pair) for pair in zip(first, again)) and int(first[0].max()) >= 256
+    with pytest.raises(UsageError, match="name another file"):
+        text(replace(setup, vocabulary=256), 0)

@@ -46,15 +46,6 @@ def sums(own: dict[str, torch.nn.Parameter]) -> dict[str, float]:
     return {n: float((p.detach().double().flatten() * weights[n]).sum()) for n, p in own.items()}
 
 
-@pytest.fixture
-def one_thread():
-    """As the ranks have: products of several threads add up in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @on_a_network[0]
 @on_a_network[1]
 @pytest.mark.timeout(180)

@@ -252,6 +252,11 @@ def evaluation_borrows_rows() -> None:
             check(torch.equal(pairs.embedding(tokens), current[tokens]), "the rows are not the owner's")
             with refused("out of range", IndexError):
                 pairs.embedding(torch.tensor([8]))
+            with torch.no_grad():
+                asked = pairs.embedding(torch.zeros(2, 3, dtype=torch.int64))  # as torch 2.11 asks for shapes
+                check(asked.shape == (2, 3, WIDTH) and bool(asked.isnan().all()), "token 0 has a row")
+                with refused("out of range", IndexError):
+                    pairs.embedding(torch.tensor([0, 8]))
     check(pairs.embedding.weight is held, "the step's rows are not back")
     check_equal("state", pairs.rows.state_dict(), state)
     with refused("pair is the first stage's rank"):

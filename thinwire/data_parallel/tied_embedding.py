@@ -139,8 +139,8 @@ class TiedEmbedding:
 class RowEmbedding(nn.Module):
     """Stands in the first stage for its copy of a tied embedding, and holds some of its rows, at first all.
 
-    like: the embedding that it replaces. A token whose row is not there is an IndexError, on a card or without
-    gradients NaN.
+    like: the embedding that it replaces. A token whose row is not there is an IndexError, on a card NaN; zeros
+    without gradients, by which torch asks for shapes, always have an answer.
     """
 
     def __init__(self, like: nn.Embedding) -> None:
@@ -165,9 +165,8 @@ class RowEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = self.get_buffer("places")[tokens]
-        if places.device.type == "cpu" and torch.is_grad_enabled():
+        if places.device.type == "cpu" and (torch.is_grad_enabled() or tokens.any()):
             return nn.functional.embedding(places, self.weight, self.padding_row)
-        # a card would end the process for a row that is not there; NaN drops the step. And torch asks for shapes by
-        # zeros, without gradients: the row of token 0 may not be there
+        # a card would end the process for a row that is not there; NaN drops the step
         found = nn.functional.embedding(places.clamp(min=0), self.weight, self.padding_row)
         return found.masked_fill((places < 0)[..., None], torch.nan)

@@ -204,7 +204,7 @@ def _refuse(config: TrainConfig) -> None:
     unlike = {
         "[mesh] dp": mesh.dp > 1, "[mesh] tp": mesh.tp > 1, "[mesh] sites": mesh.sites > 1,
         "[mesh] virtual": len(mesh.plan().rank_of) != mesh.pp, "[wire] auto": Wire.of(config.wire).auto,
-        "[boundary] rank": bool(config.boundary.rank), "[optim] name": config.optim.name != "adamw",
+        "[boundary]": bool(config.boundary.rank or config.boundary.open), "[optim] name": config.optim.name != "adamw",
         "[model] dropout": config.model.dropout > 0,
     }  # fmt: skip
     found = [name for name, has in unlike.items() if has]

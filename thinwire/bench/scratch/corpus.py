@@ -44,8 +44,11 @@ def _cut(tokens: numpy.ndarray, length: int) -> Tensor:
 
 def _tokens(setup: Scratch) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Of the files to train on, and of those held out; kept in the file that `cache` names."""
+    of = f"{setup.text or 'the library'}, {setup.vocabulary} tokens"
     if setup.cache and Path(setup.cache).is_file():
         with numpy.load(setup.cache) as kept:  # refuses pickles
+            if str(kept["of"]) != of:
+                raise UsageError(f"--cache {setup.cache}: has tokens of {kept['of']}, not of {of}: name another file")
             return kept["trained"], kept["held_out"]
     parts: tuple[list[str], list[str]] = [], []
     for number, document in enumerate(_files(setup.text)):
@@ -53,7 +56,7 @@ def _tokens(setup: Scratch) -> tuple[numpy.ndarray, numpy.ndarray]:
     trained, held_out = _coded(parts, setup.vocabulary)
     if setup.cache:
         partial = Path(f"{setup.cache}.partial.npz")
-        numpy.savez(partial, trained=trained, held_out=held_out)
+        numpy.savez(partial, of=of, trained=trained, held_out=held_out)
         partial.replace(setup.cache)
     return trained, held_out
 

@@ -17,6 +17,7 @@ def check_elastic(config: TrainConfig) -> None:
         f"[mesh] tp = {mesh.tp}": mesh.tp > 1,
         f"[mesh] sites = {mesh.sites}": mesh.sites > 1,
         f"[optim] name = {config.optim.name!r}": config.optim.name != "adamw",
+        f"[boundary] open = {config.boundary.open}": config.boundary.open > 0,
         "[wire] auto = true": bool(wire.get("auto")),
         f"[wire] streams = {wire.get('streams')!r}": wire.get("streams", 1) != 1,
         f"[run] device = {config.run.device!r}": config.run.device != "cpu",

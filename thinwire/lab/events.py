@@ -29,6 +29,7 @@ UNDONE = {"kill": "add", "freeze": "thaw", "cut": "restore"}
 KINDS = (*UNDONE, "add")
 KEYS = ("at", "step", "do", "host", "for")
 METRICS = "metrics.jsonl"  # of `thinwire train`
+TAIL = 1 << 16  # bytes at its end that are read: a line is shorter
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,9 @@ def last_step(run: Path | None) -> int:
     path = None if run is None else run / METRICS
     if path is None or not path.exists():
         return -1
-    lines = path.read_bytes().split(b"\n")[:-1]
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL))
+        lines = file.read().split(b"\n")[:-1]
     try:
         return int(json.loads(lines[-1])["step"]) if lines else -1
     except (ValueError, KeyError, TypeError):

@@ -131,17 +131,7 @@ class MemberTrainer:
         if self.metrics is None:
             self.metrics = Metrics(self.out, self.step if self.resume else None, self.config.run.loggers)
         lr = rate(self.config.optim, self.step, self.steps)
-        try:
-            self._meet()
-            batch = self._deal()
-            computing = time.perf_counter()
-            loss = self._backward(batch)
-            computed = (time.perf_counter() - computing) / max(1, len(batch.ids))
-            self.reducer.finish()
-            told = self._tell(loss, computed)
-        except RuntimeError as error:  # a member was lost
-            self.quorum.report(error)
-            told = torch.empty(0)
+        told = self._exchanged()
         norm = self._norm()
         if not self.quorum.commit():
             self._check_losses(told)
@@ -170,6 +160,25 @@ class MemberTrainer:
             raise RunFailed(
                 f"step {self.step + 1} gave NaN or Inf {ATTEMPTS} times in a row: lower [optim] lr, or clip"
             )
+
+    def _exchanged(self) -> Tensor:
+        """This member's part of a step, and its exchange with the others: what `_tell` gave, empty where a member was
+        lost. An error in computing is this member's own, and ends it: repeating the step would not help."""
+        try:
+            self._meet()
+            batch = self._deal()
+        except RuntimeError as error:
+            self.quorum.report(error)
+            return torch.empty(0)
+        began = time.perf_counter()
+        loss = self._backward(batch)
+        computed = (time.perf_counter() - began) / max(1, len(batch.ids))
+        try:
+            self.reducer.finish()
+            return self._tell(loss, computed)
+        except RuntimeError as error:
+            self.quorum.report(error)
+            return torch.empty(0)
 
     def _meet(self) -> None:
         """Learn who is there, where that has changed."""

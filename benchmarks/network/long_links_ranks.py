@@ -190,6 +190,23 @@ def allreduce_cells(job: dict[str, Any]) -> None:
             print(f"{job['name']}: {cell['about']} {about['measured']:.3f} s", flush=True)
 
 
+def opening_cells(job: dict[str, Any]) -> None:
+    """On every rank: seconds until the connections of several streams are open."""
+    import torch.distributed as dist
+
+    from thinwire.collectives.flows import Flows
+
+    dist.init_process_group("gloo")
+    for cell in job["cells"]:
+        dist.barrier()
+        began = time.perf_counter()
+        flows = Flows(None, cell["about"]["streams"])
+        took = time.perf_counter() - began
+        flows.close()
+        if dist.get_rank() == 0:
+            append(job["rows"], {**job["about"], **cell["about"], "measured": took})
+
+
 def train_command(job: dict[str, Any], cell: dict[str, Any], folder: Path) -> dict[str, Any]:
     """In the launcher: `thinwire train` of another tree, in processes of its own; its steps."""
     import subprocess

@@ -32,6 +32,12 @@ def show(path: Path) -> None:
     of: Callable[..., list[Row]] = lambda *parts: [row for row in rows if row["part"] in parts]  # noqa: E731
     if of("predict", "loss"):
         _predictions(of("predict", "loss"))
+    if of("opening"):
+        taken = [row["measured"] for row in of("opening")]
+        print(
+            f"connections of {of('opening')[0]['streams']} streams between four hosts, {_link(of('opening')[0])}: "
+            f"{statistics.median(taken):.2f} s ({min(taken):.2f} to {max(taken):.2f}, {len(taken)} times)\n"
+        )
     if of("goals"):
         _print(("link", "slow start after a silence", "seconds per step (least to most)"), (
             (_link(row), "yes" if row.get("slow_start_after_idle", True) else "no", _spread(row)) for row in of("goals")
@@ -99,8 +105,10 @@ def _rate(row: Row) -> str:
 
 
 def _link(row: Row) -> str:
-    loss = "" if row["loss"] == "0%" else f", {row['loss']} loss"
-    return f"{_rate(row)}, {row['latency'].replace('ms', ' ms')}{loss}"
+    parts = [_rate(row), row["latency"].replace("ms", " ms")]
+    parts += [] if row["loss"] == "0%" else [f"{row['loss']} loss"]
+    parts += [] if row.get("slow_start_after_idle", True) else ["no slow start after idle"]
+    return ", ".join([*parts, *([row["congestion"]] if "congestion" in row else [])])
 
 
 def _print(heads: Iterable[str], lines: Iterable[Iterable[object]]) -> None:

@@ -5,9 +5,10 @@
     python benchmarks/network/long_links.py --out out/long --table        markdown of all that is in the folder
 
 Every finished cell is a line of rows.jsonl, and is not measured again. Labs run side by side, each on cores of its own.
-Parts, in this order: predict (dp 2 × pp 2, the starting configuration with hidden 128; the planner's simulation from
-what ranks measured beside the steps that follow), loss, opening (connections of eight streams), goals (cold steps over 50 ms), variants (20 Mb/s without
-latency, one change taken back at a time), allreduce, trees (`thinwire train` of other versions: folders in --trees).
+Parts: predict (dp 2 × pp 2, the starting configuration with hidden 128; the planner's simulation from what ranks
+measured beside the steps that follow), loss, opening (connections of eight streams), goals (cold steps over 50 ms),
+variants (20 Mb/s without latency, one change taken back at a time), allreduce, trees (`thinwire train` of other
+versions: folders in --trees).
 The simulation is made by --table, from what was measured: it follows changes of the planner.
 """
 
@@ -95,9 +96,8 @@ def opening(quick: bool) -> Job:
     latency = "5ms" if quick else "50ms"
     about = {"part": "opening", "rate": "100mbit", "latency": latency, "loss": "0%"}
     cells = [{"about": {"streams": n, "repeat": i}} for n in (8,) for i in range(2 if quick else 10)]
-    return {
-        "name": "opening", "about": about, "cells": cells, "hosts": 4, "network": {"rate": "100mbit", "latency": latency},
-    }  # fmt: skip
+    network = {"rate": "100mbit", "latency": latency}
+    return {"name": "opening", "about": about, "cells": cells, "hosts": 4, "network": network}
 
 
 def jobs(trees: Path | None, quick: bool) -> list[Job]:

@@ -250,7 +250,7 @@ def build(
     engine: Alone | Piped = (
         Alone(config, stages[0])
         if config.mesh.pp == 1
-        else Piped(_with_depth(config, decision), wire, plan, mesh, stages, len(samples.train), say)
+        else Piped(_as_decided(config, decision), wire, plan, mesh, stages, len(samples.train), say)
     )
     steps = _say_if_once(config, wire, batches.steps_per_epoch, say)
     chosen = select(config, wire, decision, stages, named)
@@ -293,6 +293,6 @@ def _precompile(
     precompile("the wire", calls, like, say)
 
 
-def _with_depth(config: TrainConfig, decision: Decision | None) -> TrainConfig:
-    """With the `[mesh] ahead` that was decided."""
-    return config if decision is None else replace(config, mesh=replace(config.mesh, ahead=decision.ahead))
+def _as_decided(config: TrainConfig, decision: Decision | None) -> TrainConfig:
+    """With the `[mesh] ahead` and `microbatches` that were decided."""
+    return config if decision is None else replace(config, mesh=decision.on(config.mesh))

@@ -256,7 +256,9 @@ def build(
     chosen = select(config, wire, decision, stages, named)
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)  # where another rank has a copy too
     shared = [] if config.mesh.pp == 1 else next(iter(stages.values())).shared
-    update = Update(config, chosen, mesh, named, tied, rows, batches.steps_per_epoch, shared)
+    of_stages = {index: [name for name, _ in stage.named_parameters()] for index, stage in stages.items()}
+    update = Update(config, chosen, mesh, named, tied, rows, batches.steps_per_epoch, of_stages, shared)
+    engine.tell_progress(update.watch)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
 
 

@@ -36,7 +36,7 @@ from thinwire.train.engine import Alone, Piped
 from thinwire.train.learning_rate import total_steps
 from thinwire.train.mesh import Mesh, make_mesh
 from thinwire.train.model import tensor_parallel as tensor
-from thinwire.train.model.blueprint import Blueprint, build_stages, named_parameters, plan_model
+from thinwire.train.model.blueprint import Blueprint, build_stages, named_parameters, names_by_stage, plan_model
 from thinwire.train.model.encoder import check_schedule
 from thinwire.train.model.families import Classes, read_supported
 from thinwire.train.model.stage import Stage
@@ -256,8 +256,7 @@ def build(
     chosen = select(config, wire, decision, stages, named)
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)  # where another rank has a copy too
     shared = [] if config.mesh.pp == 1 else next(iter(stages.values())).shared
-    of_stages = {index: [name for name, _ in stage.named_parameters()] for index, stage in stages.items()}
-    update = Update(config, chosen, mesh, named, tied, rows, batches.steps_per_epoch, of_stages, shared)
+    update = Update(config, chosen, mesh, named, tied, rows, batches.steps_per_epoch, names_by_stage(stages), shared)
     engine.tell_progress(update.watch)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
 

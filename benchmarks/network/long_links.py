@@ -6,7 +6,8 @@
 
 Every finished cell is a line of rows.jsonl, and is not measured again. Labs run side by side, each on cores of its own.
 Parts: predict (dp 2 × pp 2, the starting configuration with hidden 128; the planner's simulation from what ranks
-measured beside the steps that follow), loss, opening (connections of eight streams), goals (cold steps over 50 ms),
+measured beside the steps that follow), loss, opening (connections of eight streams), microbatches (as many as
+the planner chooses), early (gradients that leave before a schedule ends), goals (cold steps over 50 ms),
 variants (20 Mb/s without latency, one change taken back at a time), allreduce, trees (`thinwire train` of other
 versions: folders in --trees).
 The simulation is made by --table, from what was measured: it follows changes of the planner.
@@ -28,6 +29,7 @@ from typing import Any
 from long_links_ranks import allreduce_cells, append, opening_cells, train_cells, train_command
 from long_links_table import show
 
+from thinwire.config.presets import PRESETS
 from thinwire.lab import Network
 
 PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.loop", "thinwire.bench.allreduce")
@@ -38,6 +40,9 @@ WIRES: dict[str, dict[str, Any]] = {
     "fused": {"preset": "max"},  # beside rows: the same vocabulary
     "rows": {"preset": "max", "embedding": {"collective": "quantized", "bits": 4, "sync": "rows"}},
 }
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1F1B": {}, "Interleaved1F1B": {"virtual": 2}, "ZBVZeroBubble": {}, "DualPipeV": {},
+}  # fmt: skip
 TWO_HOPS = {"collective": "quantized", "bits": 4, "memory": "error_feedback", "hops": 2}
 VARIANTS = ("now", "two hops", "receives late", "gradients late", "one unit at a time", "no checksums")
 COLLECTIVES = {
@@ -82,6 +87,34 @@ def cold(variant: str, repeat: int, quick: bool, tree: str | None = None) -> dic
     return {"about": about, "document": given, "variant": variant, "predicted": False, "tree": tree}
 
 
+def by_schedule(rate: str, latency: str, quick: bool) -> Job:
+    """Gradients that leave early, and with the schedule's end, in units of half a megabyte; bf16, so that they are
+    large."""
+    cells = []
+    for schedule, more in SCHEDULES.items():
+        for variant in ("now", "gradients late"):
+            given = document("bf16", 5 if quick else 12, quick=quick)
+            given["model"] |= {"layers": 4} if quick else {}
+            given["mesh"] |= {"schedule": schedule, **more}
+            given["wire"] = {"preset": "bf16", "gradient": {**PRESETS["bf16"]["gradient"], "unit_mb": 0.5}}
+            about = {"wire": "bf16", "variant": variant, "collective": schedule}
+            cells.append({"about": about, "document": given, "variant": variant, "predicted": False})
+    return training("early", rate, latency, cells)
+
+
+def by_microbatches(rate: str, latency: str, quick: bool) -> Job:
+    """The planner decides, with and without the number of micro-batches; sixteen rows per replica."""
+    cells = []
+    for count in ("auto", 4):
+        given = document("max", 5 if quick else 12, quick=quick)
+        given |= {"wire": {"auto": True}, "optim": {**given["optim"], "batch": 32}}
+        given["data"] |= {"samples": 32}
+        given["mesh"] |= {"microbatches": count}
+        about = {"wire": "auto", "variant": str(count)}
+        cells.append({"about": about, "document": given, "variant": "now", "predicted": False})
+    return training("microbatches", rate, latency, cells)
+
+
 def allreduce(latency: str, quick: bool) -> Job:
     cells = [{"about": {"collective": name}, "steps": 2 if quick else n} for name, n in COLLECTIVES.items()]
     hosts, shape = (2, (64, 64)) if quick else (8, (2500, 4000))
@@ -121,6 +154,8 @@ def jobs(trees: Path | None, quick: bool) -> list[Job]:
     out.append(training("predict", *long[0], [cell("max", repeat=n) for n in (1, 2)]))
     out += [training("loss", "100mbit", "0ms", lossy[1:], loss="0.1%")] if not quick else []
     out += [training("predict", *link, [cell(w) for w in ("off", "bf16", "max")]) for link in long + short + middle]
+    out += [by_microbatches(*link, quick) for link in (long[0], *middle[:1], *short)]
+    out += [by_schedule(*link, quick) for link in (middle[1:] + short[:1] or long)]
     orders = [VARIANTS, VARIANTS[::-1]]
     changes = [
         training("variants", "20mbit", "0ms", [cold(name, at, quick) for name in order])

@@ -117,6 +117,10 @@ def _cell(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if trainer.metrics is not None:
         trainer.metrics.close()
     sent = trainer.totals.bytes
+    if trainer.parts.decision is not None:
+        made = trainer.parts.decision
+        row["decided"] = {"microbatches": made.microbatches, "ahead": made.ahead, "seconds": made.seconds}
+        row["decided"]["wire"] = made.wire
     row["spans"] = gather_json({name: statistics.median(times[SKIPPED:]) for name, times in spans.items()})
     row |= {"document": cell["document"]} if "found" in row else {}
     return {**row, "measured": statistics.median(steps[SKIPPED:]), "steps": steps, "waited": waited, "bytes": sent}

@@ -25,7 +25,7 @@ from thinwire.collectives.in_process import InProcess, InProcessGroup
 from thinwire.collectives.oktopk import put
 from thinwire.collectives.sums import exact_mean
 from thinwire.config.wire import Reduction, warmup_steps
-from thinwire.data_parallel.gradient_units import Unit, make_units
+from thinwire.data_parallel.gradient_units import Unit, is_exact, make_units
 from thinwire.kernels import select
 from thinwire.memory import Plain
 from thinwire.memory.channel import Channel
@@ -52,11 +52,13 @@ class Run:
 
 
 class Weights:
-    """A model whose parameters lie one after the other in one vector, vectors last."""
+    """A model whose parameters lie one after the other in one vector: those that are exact last, vectors at the end."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, reduction: Reduction) -> None:
         self.model = model
-        named = sorted(model.named_parameters(), key=lambda pair: pair[1].dim() <= 1)
+        named = sorted(
+            model.named_parameters(), key=lambda pair: (is_exact(pair[0], pair[1].shape, reduction), pair[1].dim() <= 1)
+        )
         self.shapes = {name: tuple(p.shape) for name, p in named}
         self.parameters = [p for _, p in named]
         self.flat = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
@@ -155,8 +157,8 @@ class Workers:
         self.meters = [Metered(member) for member in self.group.members]
         self.units, self.warmup, self.steps = make_units(shapes, reduction), warmup_steps("gradient", reduction), 0
         self.channels = [
-            {unit: Channel(reduction.collective, Plain() if unit.exact else reduction.memory, seed=seed, name=unit.name,
-                           measure_every=0) for unit in self.units}
+            {unit: Channel(reduction.collective.for_shapes(unit.shapes), Plain() if unit.exact else reduction.memory,
+                           seed=seed, name=unit.name, measure_every=0) for unit in self.units}
             for _ in range(size)
         ]  # fmt: skip
 
@@ -229,8 +231,8 @@ def rate_at(step: int, steps: int) -> float:
 def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
     """The run's row. most: end after so many steps of the schedule (0: not), to measure its speed."""
     torch.manual_seed(run.seed)
-    weights = Weights(task.build().to(task.device))
     reduction, steps = METHODS[run.method].reduction(task.warmup), task.steps(run.epochs)
+    weights = Weights(task.build().to(task.device), reduction)
     workers = Workers(run.workers, weights.shapes, reduction, run.seed)
     optimiser = task.optimiser_of(weights.flat, run.rate * task.rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_at(step, steps))

@@ -163,8 +163,8 @@ def main() -> None:
     if not args.table:
         size, steps, seeds = (QUICK, 4, 2) if args.quick else (SIZE, args.steps, args.seeds)
         done = {(row["codec"], row["kind"], row["seed"]) for row in read(path)}
-        jobs = [("", "exact", s) for s in range(seeds)]
-        jobs += [(codec, kind, s) for codec in args.codecs.split(",") for s in range(seeds) for kind in KINDS[1:]]
+        coded = [(codec, kind) for codec in args.codecs.split(",") for kind in KINDS[1:]]
+        jobs = [(codec, kind, s) for s in range(seeds) for codec, kind in [("", "exact"), *coded]]
         context = multiprocessing.get_context("spawn")
         card = shared_card(args.device) if args.device == "cuda" else nullcontext()
         with card, ProcessPoolExecutor(args.parallel, mp_context=context) as pool:

@@ -59,12 +59,13 @@ def test_quick_run_goes_on_and_reports(bench, tmp_path, capsys):
 def test_rows_of_gradients_are_the_workers_own(bench, task):
     """Row w is the gradient of worker w's batch alone, in the order of the flat weights."""
     from oktopk_data import made_up
+    from oktopk_methods import METHODS
     from oktopk_tasks import TASKS
     from oktopk_train import Gradients, Weights
 
     torch.manual_seed(0)
     made = TASKS[task](made_up(task), torch.device("cpu"), True)
-    weights = Weights(made.build())
+    weights = Weights(made.build(), METHODS["dense"].reduction(0))
     batch = next(made.batches(0, 4, 1))
     rows = Gradients(made, weights, 4, batch)(batch)
     for worker in (0, 3):

@@ -2,7 +2,8 @@
 
 Every step computes each worker's gradient of its own batch, one after the other (on a card that is one CUDA graph).
 Then each worker's gradient goes through the library's channel and collective, with that worker's own residual, between
-members of an in-process group, as it would between processes.
+members of an in-process group, as it would between processes; of Ok-Topk as published all workers' at once, to the
+same bits (oktopk_fast.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from oktopk_fast import AllAtOnce, is_published
 from oktopk_methods import METHODS
 from oktopk_tasks import Batch, Task
 from torch import Tensor, nn
@@ -190,20 +192,24 @@ class Workers:
         """Of the compressed part, before the next step."""
         return self.channels[rank][self.units[0]].state.read("e", self.units[0].name)
 
+    def sent(self) -> list[float]:
+        """Bytes per member so far."""
+        return [meter.sent for meter in self.meters]
+
     def selected(self) -> list[list[int]]:
         """Per member: entries it selected, entries that passed; of the last step."""
         states = [channels[self.units[0]].collective_state for channels in self.channels]
         return [state[self.units[0].name]["selected"].tolist() for state in states]
 
 
-def xi_of(workers: Workers, gradients: Tensor) -> Any:
+def xi_of(workers: Workers | AllAtOnce, gradients: Tensor) -> Any:
     """What `noted` needs of a step before it: the mean accumulated gradient and the mean gradient."""
     kept = [workers.residual(rank) for rank in range(len(gradients))]
     acc = torch.stack([g if e is None else g + e for g, e in zip(gradients, kept)]).mean(0)
     return acc, gradients.mean(0)
 
 
-def noted(before: Any, mean: Tensor, workers: Workers, step: int) -> dict[str, Any]:
+def noted(before: Any, mean: Tensor, workers: Workers | AllAtOnce, step: int) -> dict[str, Any]:
     """Counts and both ξ of a step: by the norm of the mean accumulated gradient, and of the mean gradient (Assumption
     1)."""
     acc, gradient = before
@@ -233,7 +239,11 @@ def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     reduction, steps = METHODS[run.method].reduction(task.warmup), task.steps(run.epochs)
     weights = Weights(task.build().to(task.device), reduction)
-    workers = Workers(run.workers, weights.shapes, reduction, run.seed)
+    workers: Workers | AllAtOnce
+    if is_published(reduction):
+        workers = AllAtOnce(run.workers, weights.flat.numel(), reduction, task.device)
+    else:
+        workers = Workers(run.workers, weights.shapes, reduction, run.seed)
     optimiser = task.optimiser_of(weights.flat, run.rate * task.rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_at(step, steps))
     batches = task.batches(run.seed, run.workers, steps)
@@ -265,7 +275,7 @@ def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
             curve.append({"step": done, **measured(task, weights), "train": float(gradients.losses.mean())})
             if not math.isfinite(curve[-1]["loss"]):
                 break
-    sent = [meter.sent / done for meter in workers.meters]
+    sent = [nbytes / done for nbytes in workers.sent()]
     agree = all(torch.equal(means[0], mean) for mean in means[1:])
     return {
         **asdict(run), **(curve[-1] if curve else {}), "steps": done, "seconds": time.monotonic() - began,

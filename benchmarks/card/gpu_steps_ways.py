@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.collectives import LowRank, OkTopk
+from thinwire.data_parallel import gradient_pass
 from thinwire.data_parallel.ddp import compress_ddp
 from thinwire.data_parallel.fsdp import compress_fsdp
 from thinwire.memory import ErrorFeedback
@@ -39,10 +40,11 @@ MODELS = {
 WAYS = (
     "torch DDP", "torch DDP bf16 hook", "torch DDP PowerSGD 4", "low rank 4", "max", "bf16", "oktopk 1 % coded",
     "paper-oktopk", "safe", "off", "auto", "torch HSDP", "fsdp max", "fsdp low rank 4", "fsdp bf16", "fsdp safe",
-    "fsdp off", "fsdp paper-oktopk",
+    "fsdp off", "fsdp paper-oktopk", "low rank 4, one unit", "max, 2 in flight", "safe, 2 in flight",
 )  # fmt: skip
 WIRES: dict[str, Any] = {  # ways that are no presets
     "low rank 4": tw.Wire(gradient=tw.Reduction(LowRank(4), ErrorFeedback())),
+    "low rank 4, one unit": tw.Wire(gradient=tw.Reduction(LowRank(4), ErrorFeedback(), unit_mb=1e6)),
     "oktopk 1 % coded": tw.Wire(gradient=tw.Reduction(OkTopk(0.01, values="int8", indices="coded"), ErrorFeedback())),
 }
 
@@ -84,7 +86,9 @@ def prepare(way: str, size: Size, device: torch.device) -> tuple[nn.Module, Call
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif way != "torch DDP":
-        return ddp, ddp.no_sync, compress_ddp(ddp, WIRES.get(way, way))
+        gradient_pass.MOST_IN_FLIGHT["cuda"] = 2 if "in flight" in way else 0
+        wire = way.removesuffix(", 2 in flight")
+        return ddp, ddp.no_sync, compress_ddp(ddp, WIRES.get(wire, wire))
     return ddp, ddp.no_sync, None
 
 

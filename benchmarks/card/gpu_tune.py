@@ -193,7 +193,7 @@ def measure(options: argparse.Namespace, write: Callable[[dict], None], done: se
             if not row["equal"]:
                 wrong.add((row["kernel"], row["how"], row["dtype"]))
     print(f"compared {len(left)} ways, {len(wrong)} differ", flush=True)
-    if ("host", "", "", "") not in done:
+    if ("host", "", "", "") not in done and not options.no_host:
         for row in host_rows():
             write(row)
     data = torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device="cuda")
@@ -222,6 +222,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=150.0)
     parser.add_argument("--parallel", type=int, default=14)
     parser.add_argument("--only", nargs="*", default=[], help="kernels whose name holds one of these")
+    parser.add_argument("--no-host", action="store_true", help="leave out what calls cost the host")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()

@@ -49,6 +49,10 @@ class Collective:
         yield from ()
         return self.exchange(u, group, state=state, key=key, step=step, seed=seed)
 
+    def mean_steps(self, u: Tensor, group: Group = None) -> Steps[Tensor] | None:
+        """`steps` for a memory that does not ask for this member's part, where that is cheaper; else None."""
+        return None
+
     def mean(self, x: Tensor, group: Group = None) -> Tensor:
         """The exact mean, for what a memory sends in full."""
         return exact_mean(x, group)

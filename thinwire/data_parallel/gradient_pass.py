@@ -29,7 +29,7 @@ from thinwire.errors import InvalidExchange, UsageError
 from thinwire.steps import Steps
 
 log = logging.getLogger("thinwire")
-MOST_IN_FLIGHT = 4  # units whose exchanges wait for other ranks at a time; on a card one after the other
+MOST_IN_FLIGHT = {"cpu": 4, "cuda": 0}  # units whose exchanges wait for other ranks at a time
 Means = dict[str, Tensor | None]  # by parameter; None: no rank used it
 Deliver = Callable[[Means], None]
 Failed = Callable[[BaseException], None]
@@ -148,7 +148,7 @@ class Pass:
                 steps = self.setup.exchange.reduce_steps(unit, x, self.exact)
                 if not self._proceed(unit, steps):
                     self.in_flight.append((unit, steps))
-                while len(self.in_flight) > (MOST_IN_FLIGHT if x.device.type == "cpu" else 0):
+                while len(self.in_flight) > MOST_IN_FLIGHT.get(x.device.type, 0):
                     self._land()
 
     def _proceed(self, unit: Unit, steps: Steps[Tensor]) -> bool:

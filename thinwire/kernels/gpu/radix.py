@@ -19,6 +19,7 @@ from thinwire.kernels.select import BINS, HISTOGRAM_SHIFT
 
 SIZE = 4096  # values a program handles
 WINDOW = 128  # bins counted at a time, eight to an octave
+METHOD = "tile"
 REFINE = 10  # bits resolved by each refining histogram
 STEPS = {torch.float32: 2}  # refining histograms; the 16-bit dtypes have nothing in the last ten bits
 
@@ -37,6 +38,26 @@ def _histogram(x, counts, n, SHIFT: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl
         place = low + tl.arange(0, WINDOW)
         tl.atomic_add(counts + place, found.to(tl.int64), mask=found > 0, sem="relaxed")
         top = tl.max(tl.where(bins < low, bins, 0))
+
+
+@triton.jit(do_not_specialize=["n", "programs"])
+def _histogram_loop(
+    x, counts, n, programs, SHIFT: tl.constexpr, BINS: tl.constexpr, COPIES: tl.constexpr, EACH: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """counts[|x| bits >> SHIFT] += 1, by programs that go on to the next tile. Neighbours of EACH values, what a thread
+    reads at once, count in one of COPIES tables: lanes rarely meet at one address."""
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    copy = tl.arange(0, SIZE) // EACH % COPIES
+    total = tl.zeros([BINS * COPIES], tl.int32)
+    while start < n:
+        bins = (bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE) >> SHIFT
+        total += tl.histogram(bins * COPIES + copy, BINS * COPIES)
+        if start + SIZE > n:  # beyond n there are zeros
+            tl.atomic_add(counts, n - start - SIZE, sem="relaxed")
+        start += programs.to(tl.int64) * SIZE
+    found = tl.sum(tl.reshape(total, [BINS, COPIES]), axis=1)
+    tl.atomic_add(counts + tl.arange(0, BINS), found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -77,8 +98,17 @@ def histogram(x):
     return counts
 
 
+LOOP = (4, 16, 16384, 264)  # copies, warps, values at a time, programs
+
+
 def _count_leading(x, counts):
     n = x.numel()
+    if METHOD == "loop":
+        copies, warps, size, programs = LOOP
+        programs = min(programs, triton.cdiv(n, size))
+        constants = {"SHIFT": HISTOGRAM_SHIFT, "BINS": BINS, "COPIES": copies, "EACH": 16 // x.element_size()}
+        launch(_histogram_loop, programs, x, counts, n, programs, **constants, SIZE=size, warps=warps)
+        return
     launch(_histogram, triton.cdiv(n, SIZE), x, counts, n, SHIFT=HISTOGRAM_SHIFT, WINDOW=WINDOW, SIZE=SIZE)
 
 

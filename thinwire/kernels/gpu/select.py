@@ -20,7 +20,7 @@ from thinwire.kernels.gpu.scalar import MAGNITUDE, bits_of, narrow, widen
 __all__ = ["histogram", "kth_magnitude", "scatter_add", "select", "select_into", "top"]
 
 SIZE, MARK_WARPS = 8192, 8  # values a program marks
-ADD = 512  # entries a program adds
+ADD, ADD_WARPS = 512, 4  # entries a program adds
 TILE, PLACE_WARPS = 16384, 1  # values whose entries a program places; SIZE divides TILE
 GROUP = 256  # tiles counted together: a program adds up the groups before its own, then the tiles before it
 
@@ -130,8 +130,9 @@ def _place(
 def _scatter_add(out, index, values, n, k, SIZE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     place = tl.load(index + i, mask=i < k, other=-1)
+    value = tl.load(values + i, mask=i < k, other=0)  # beside the index, not after it
     inside = (place >= 0) & (place < n)
-    value = narrow(widen(tl.load(values + i, mask=inside, other=0)), out.dtype.element_ty)
+    value = narrow(widen(value), out.dtype.element_ty)
     total = widen(tl.load(out + place, mask=inside, other=0)) + widen(value)
     tl.store(out + place, narrow(total, out.dtype.element_ty), mask=inside)
 
@@ -199,5 +200,5 @@ def _written(x, marked, limit, index, values, ties=False):
 def scatter_add(out, index, values):
     """An index outside `out` is skipped: to raise would need a host synchronisation."""
     k = index.numel()
-    launch(_scatter_add, triton.cdiv(k, ADD), out, index, values, out.numel(), k, SIZE=ADD)
+    launch(_scatter_add, triton.cdiv(k, ADD), out, index, values, out.numel(), k, SIZE=ADD, warps=ADD_WARPS)
     return out

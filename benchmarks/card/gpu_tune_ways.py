@@ -52,6 +52,11 @@ def ways() -> Iterator[Way]:
             yield Way("scatter add 1 %", f"size {size} warps {warps}", dtype, patches)
         for name in ("histogram", "kth magnitude 1 %", "top 1 %"):
             yield Way(name, "own", dtype, ())
+            if name != "histogram":
+                loop = (gpu_radix, "METHOD", "loop")
+                yield Way(name, "by a sample at any size", dtype, ((gpu_select, "LARGE", 1),))
+                yield Way(name, "by a sample, histograms by a loop", dtype, ((gpu_select, "LARGE", 1), loop))
+                yield Way(name, "over all values", dtype, ((gpu_select, "LARGE", 1 << 60),))
         for loop in (
             (4, 16, 16384, 264), (4, 32, 32768, 132), (1, 16, 16384, 264), (8, 32, 16384, 132), (2, 16, 16384, 264),
             (4, 16, 32768, 264), (8, 16, 32768, 264), (4, 8, 8192, 528),

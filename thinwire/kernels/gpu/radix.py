@@ -40,13 +40,22 @@ def _histogram(x, counts, n, SHIFT: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl
         top = tl.max(tl.where(bins < low, bins, 0))
 
 
+@triton.jit
+def unless(skip, n, GUARDED: tl.constexpr):
+    """n as int64; with GUARDED zero where skip[0]."""
+    if GUARDED:
+        return tl.where(tl.load(skip), 0, n).to(tl.int64)
+    return n.to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["n", "programs"])
 def _histogram_loop(
-    x, counts, n, programs, SHIFT: tl.constexpr, BINS: tl.constexpr, COPIES: tl.constexpr, EACH: tl.constexpr,
-    SIZE: tl.constexpr,
+    x, counts, skip, n, programs, SHIFT: tl.constexpr, BINS: tl.constexpr, COPIES: tl.constexpr, EACH: tl.constexpr,
+    SIZE: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
     """counts[|x| bits >> SHIFT] += 1, by programs that go on to the next tile. Neighbours of EACH values, what a thread
-    reads at once, count in one of COPIES tables: lanes rarely meet at one address."""
+    reads at once, count in one of COPIES tables: lanes rarely meet at one address. GUARDED: nothing where skip[0]."""
+    n = unless(skip, n, GUARDED)
     start = tl.program_id(0).to(tl.int64) * SIZE
     copy = tl.arange(0, SIZE) // EACH % COPIES
     total = tl.zeros([BINS * COPIES], tl.int32)
@@ -60,22 +69,28 @@ def _histogram_loop(
     tl.atomic_add(counts + tl.arange(0, BINS), found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["n"])
-def _refine(x, counts, state, n, SHIFT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "programs"])
+def _refine(
+    x, counts, state, skip, n, programs, SHIFT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    GUARDED: tl.constexpr,
+):  # fmt: skip
     """counts[(|x| bits >> SHIFT) mod 2^WIDTH] += 1 for the values whose bits before those are state[0]."""
+    n = unless(skip, n, GUARDED)
     start = tl.program_id(0).to(tl.int64) * SIZE
-    bits = bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE
-    match = (start + tl.arange(0, SIZE) < n) & ((bits >> (SHIFT + WIDTH)) == tl.load(state).to(tl.int32))
-    bins = (bits >> SHIFT) & ((1 << WIDTH) - 1)
-    least, most = tl.min(tl.where(match, bins, 1 << WIDTH)), tl.max(tl.where(match, bins, -1))
-    if most >= 0:
-        smallest = tl.sum((match & (bins == least)).to(tl.int32)).to(tl.int64)
-        tl.atomic_add(counts + least, smallest, sem="relaxed")
-        if most > least:
-            largest = tl.sum((match & (bins == most)).to(tl.int32)).to(tl.int64)
-            tl.atomic_add(counts + most, largest, sem="relaxed")
-            between = match & (bins > least) & (bins < most)
-            tl.atomic_add(counts + bins, tl.full([SIZE], 1, tl.int64), mask=between, sem="relaxed")
+    while start < n:
+        bits = bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE
+        match = (start + tl.arange(0, SIZE) < n) & ((bits >> (SHIFT + WIDTH)) == tl.load(state).to(tl.int32))
+        bins = (bits >> SHIFT) & ((1 << WIDTH) - 1)
+        least, most = tl.min(tl.where(match, bins, 1 << WIDTH)), tl.max(tl.where(match, bins, -1))
+        if most >= 0:
+            smallest = tl.sum((match & (bins == least)).to(tl.int32)).to(tl.int64)
+            tl.atomic_add(counts + least, smallest, sem="relaxed")
+            if most > least:
+                largest = tl.sum((match & (bins == most)).to(tl.int32)).to(tl.int64)
+                tl.atomic_add(counts + most, largest, sem="relaxed")
+                between = match & (bins > least) & (bins < most)
+                tl.atomic_add(counts + bins, tl.full([SIZE], 1, tl.int64), mask=between, sem="relaxed")
+        start += programs.to(tl.int64) * SIZE
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -99,30 +114,35 @@ def histogram(x):
 
 
 LOOP = (4, 16, 16384, 264)  # copies, warps, values at a time, programs
+LOOKING = 528  # programs that look whether there is anything to do
 
 
-def _count_leading(x, counts):
+def _count_leading(x, counts, skip=None):
     n = x.numel()
-    if METHOD == "loop":
-        copies, warps, size, programs = LOOP
-        programs = min(programs, triton.cdiv(n, size))
-        constants = {"SHIFT": HISTOGRAM_SHIFT, "BINS": BINS, "COPIES": copies, "EACH": 16 // x.element_size()}
-        launch(_histogram_loop, programs, x, counts, n, programs, **constants, SIZE=size, warps=warps)
+    if METHOD == "tile" and skip is None:
+        launch(_histogram, triton.cdiv(n, SIZE), x, counts, n, SHIFT=HISTOGRAM_SHIFT, WINDOW=WINDOW, SIZE=SIZE)
         return
-    launch(_histogram, triton.cdiv(n, SIZE), x, counts, n, SHIFT=HISTOGRAM_SHIFT, WINDOW=WINDOW, SIZE=SIZE)
+    copies, warps, size, programs = LOOP
+    programs = min(programs, triton.cdiv(n, size))
+    constants = {"SHIFT": HISTOGRAM_SHIFT, "BINS": BINS, "COPIES": copies, "EACH": 16 // x.element_size()}
+    constants |= {"SIZE": size, "GUARDED": skip is not None}
+    held = x if skip is None else skip
+    launch(_histogram_loop, programs, x, counts, held, n, programs, **constants, warps=warps)
 
 
-def kth_bits(x, k):
+def kth_bits(x, k, skip=None):
     """(int64[2] on the device: the k-th largest magnitude's bits without the last `low`, and how many of the
-    entries equal to it belong to the k largest; low)."""
+    entries equal to it belong to the k largest; low). skip: 0-d bool on the device; where true nothing is done."""
     steps = STEPS.get(x.dtype, 1)
     counts = torch.zeros(BINS + (steps << REFINE), dtype=torch.int64, device=x.device)
     state = torch.empty(2, dtype=torch.int64, device=x.device)
-    _count_leading(x, counts)
+    _count_leading(x, counts, skip)
     launch(_narrow, 1, counts, state, k, FIRST=True, WIDTH=31 - HISTOGRAM_SHIFT, warps=8)
     low, n = HISTOGRAM_SHIFT, x.numel()
+    programs = triton.cdiv(n, SIZE) if skip is None else min(LOOKING, triton.cdiv(n, SIZE))
     for step in range(steps):
         table, low = counts[BINS + (step << REFINE) :], low - REFINE
-        launch(_refine, triton.cdiv(n, SIZE), x, table, state, n, SHIFT=low, WIDTH=REFINE, SIZE=SIZE)
+        constants = {"SHIFT": low, "WIDTH": REFINE, "SIZE": SIZE, "GUARDED": skip is not None}
+        launch(_refine, programs, x, table, state, x if skip is None else skip, n, programs, **constants)
         launch(_narrow, 1, table, state, k, FIRST=False, WIDTH=REFINE)
     return state, low

@@ -7,8 +7,8 @@ A model of the Llama family at random (tied embedding, so two gradient groups pe
 in four micro-batches, four ranks on one card over sockets, THINWIRE_NEW_KERNELS=error; half of the runs through CUDA's
 multi-process service. Every run is four new processes. One that does not end within LIMIT seconds has hung: its own
 processes are ended, and the service is started anew. Under `paper-aqsgd` epochs are four steps long: the first is
-exact, so other kernels than before are called in mid-run. A line of FOLDER/twenty.jsonl per run, written at once; runs that
-are there are not made again. --quick: two runs of a small model on the CPU.
+exact, so other kernels than before are called in mid-run. A line of FOLDER/twenty.jsonl per run, written at once; runs
+that are there are not made again. --quick: two runs of a small model on the CPU.
 """
 
 from __future__ import annotations
@@ -143,7 +143,12 @@ def main() -> int:
 
     if options.quick:
         options.runs, options.parallel = 1, 1
-    measure(options, write, {(row["preset"], row["service"], row["run"]) for row in rows}, "cpu" if options.quick else "cuda")
+    measure(
+        options,
+        write,
+        {(row["preset"], row["service"], row["run"]) for row in rows},
+        "cpu" if options.quick else "cuda",
+    )
     print(table(rows))
     return 0
 

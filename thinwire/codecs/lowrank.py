@@ -86,8 +86,8 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def starting_factor(matrix: Tensor, rank: int, seed: int, prev: Tensor | None) -> Tensor:
-    """Q₀ [columns, rank]: prev with unit columns; columns that vanished (zero gradients) are drawn afresh. prev may also
-    be [batch, columns, rank], of as many matrices."""
+    """Q₀ [columns, rank]: prev with unit columns; columns that vanished (zero gradients) are drawn afresh. prev
+    may also be [batch, columns, rank], of as many matrices."""
     columns = matrix.shape[1]
     fresh = gaussian(columns * rank, seed, matrix.device).to(matrix.dtype).view(columns, rank)
     if prev is None or prev.shape[-2:] != fresh.shape:

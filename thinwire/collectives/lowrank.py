@@ -119,9 +119,10 @@ class _Batch:
 def _batches(parts: list[Tensor], ranks: list[int]) -> list[_Batch]:
     """The parts that have a rank, in order. On a card those of one shape together: it is the launches that count."""
     shapes = {i: matrix_shape(tuple(parts[i].shape)) for i, rank in enumerate(ranks) if rank}
-    thin = sorted(shapes, key=lambda i: (shapes[i], ranks[i]) if parts[i].is_cuda else (i,))  # type: ignore[arg-type,return-value]
-    alike = groupby(thin, key=lambda i: (shapes[i], ranks[i]) if parts[i].is_cuda else i)
-    places = [list(same) for _, same in alike]
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for i, shape in shapes.items():
+        alike.setdefault((*shape, ranks[i]) if parts[i].is_cuda else (i,), []).append(i)
+    places = alike.values()
     return [_Batch(same, torch.stack([parts[i].view(shapes[i]) for i in same]), ranks[same[0]]) for same in places]
 
 

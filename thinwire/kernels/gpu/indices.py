@@ -100,14 +100,14 @@ def _place(high, lows, counts, index, size, low, k, RANKED: tl.constexpr, SIZE: 
 
 @triton.jit(do_not_specialize=["n", "k", "programs"])
 def _check(index, good, counts, n, k, programs, COUNTED: tl.constexpr, SIZE: tl.constexpr):
-    """Make good[0] false unless all are inside and ascending (COUNTED: and the sum of `programs` counts is k), and bring
-    those outside to the edge."""
+    """Make good[0] false unless all are inside and ascending (COUNTED: and the sum of `programs` counts is k). Those
+    outside are brought to the edge."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     value = tl.load(index + i, mask=i < k, other=0)
     outside = (i < k) & ((value < 0) | (value >= n))
     before = tl.load(index + i - 1, mask=(i < k) & (i > 0), other=-1)  # at the edge already, perhaps: it said so itself
     wrong = outside | ((i < k) & (i > 0) & (value <= before))
-    if COUNTED:
+    if COUNTED:  # noqa: SIM102 — a constant, and a value of run time
         if tl.program_id(0) == 0:
             wrong = wrong | ((i == 0) & (_counted_before(counts, programs, SIZE) != k))
     tl.store(index + i, tl.minimum(tl.maximum(value, 0), n - 1), mask=outside)

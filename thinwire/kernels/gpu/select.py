@@ -185,7 +185,8 @@ def _is_large(x, k):
 
 
 def _candidates(x, k):
-    """((indices, values) that pass a threshold from a sample, in padded memory; 0-d bool: the k largest are among them)."""
+    """((indices, values) that pass a threshold from a sample, in padded memory; 0-d bool: the k largest are among
+    them)."""
     runs, share = x.numel() // (EVERY * RUN), k / EVERY
     sample = x[: runs * EVERY * RUN].view(runs, EVERY * RUN)[:, :RUN].reshape(-1)
     limit = _kth(sample, min(int(AIM * share + 5 * math.sqrt(share)) + 8, sample.numel()))

@@ -66,7 +66,7 @@ class LowRank(Collective):
         parts = self._parts(u)
         ranks = [self.rank_of(tuple(part.shape)) for part in parts]
         raw = [i for i, rank in enumerate(ranks) if rank == 0]
-        batches = _batches(parts, ranks)
+        batches = _batches(parts, ranks, u.is_cuda)
         start = derive("lowrank", seed)
         # 1. the mean of the left factors, and of what travels as it is
         first = [batch.matrices @ batch.starts(state, start) for batch in batches]
@@ -116,12 +116,12 @@ class _Batch:
         return starting_factor(self.matrices[0], self.rank, seed, torch.stack([q for q in kept if q is not None]))
 
 
-def _batches(parts: list[Tensor], ranks: list[int]) -> list[_Batch]:
-    """The parts that have a rank, in order. On a card those of one shape together: it is the launches that count."""
+def _batches(parts: list[Tensor], ranks: list[int], together: bool) -> list[_Batch]:
+    """The parts that have a rank, each alone, or `together` with those of its shape: on a card launches count."""
     shapes = {i: matrix_shape(tuple(parts[i].shape)) for i, rank in enumerate(ranks) if rank}
     alike: dict[tuple[object, ...], list[int]] = {}
     for i, shape in shapes.items():
-        alike.setdefault((*shape, ranks[i]) if parts[i].is_cuda else (i,), []).append(i)
+        alike.setdefault((*shape, ranks[i]) if together else (i,), []).append(i)
     places = alike.values()
     return [_Batch(same, torch.stack([parts[i].view(shapes[i]) for i in same]), ranks[same[0]]) for same in places]
 
@@ -152,12 +152,13 @@ def _orthonormal(factors: list[Tensor]) -> list[Tensor]:
 def by_cholesky(factor: Tensor) -> Tensor:
     """float[batch, rows, rank] → A·L⁻ᵀ with L·Lᵀ = AᵀA: orthonormal columns, zeros where A is zero.
 
-    A card makes QR column by column, hundreds of small kernels; this is a handful. In float64, so that squaring the
-    condition number loses nothing that float32 held; what is added to the diagonal is less than float32's rounding.
+    A card makes QR column by column, hundreds of small kernels; this is a handful. Columns are made equally long first,
+    and all is in float64: squaring the condition number then loses nothing that float32 held. What is added to the
+    diagonal is less than float32's rounding.
     """
     wide = factor.double()
+    wide = wide / torch.linalg.vector_norm(wide, dim=-2, keepdim=True).clamp(min=1e-150)
     gram = wide.mT @ wide
-    size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None].clamp(min=1e-290)
-    gram.diagonal(dim1=-2, dim2=-1).add_(1e-14 * size)
+    gram.diagonal(dim1=-2, dim2=-1).add_(1e-14)
     lower = torch.linalg.cholesky_ex(gram).L
     return torch.linalg.solve_triangular(lower.mT, wide, upper=True, left=False).to(factor.dtype)

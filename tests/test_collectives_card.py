@@ -1,0 +1,75 @@
+"""Ways that collectives take on a card, tried on CPUs between members in one process."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import torch
+
+from thinwire.codecs import Cast
+from thinwire.collectives import LowRank, TwoHop, lowrank
+from thinwire.collectives.dense import cast_mean_steps
+from thinwire.collectives.groups import Metered, world
+from thinwire.collectives.in_process import InProcessGroup
+from thinwire.memory import ErrorFeedback, Plain
+from thinwire.memory.channel import Channel
+
+SHAPES = [(12, 8), (5,), (12, 8), (30, 8), (12, 8), (2, 3)]
+
+
+def noise(n, seed):
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def test_cholesky_makes_columns_orthonormal():
+    factor = noise(2 * 40 * 4, 1).view(2, 40, 4) * torch.tensor([1e-12, 1.0, 1e9, 3.0])
+    made = lowrank.by_cholesky(factor)
+    assert torch.allclose(made.mT @ made, torch.eye(4).expand(2, 4, 4), atol=1e-5)
+    assert torch.allclose(made @ (made.mT @ factor), factor, rtol=1e-4, atol=0.0)
+    assert not lowrank.by_cholesky(torch.zeros(1, 9, 2)).any()
+    twice = lowrank.by_cholesky(factor[:, :, [1, 1]])  # of rank one: what is there is kept, and nothing explodes
+    assert torch.allclose(twice @ (twice.mT @ factor[:, :, 1:2]), factor[:, :, 1:2], rtol=1e-3, atol=1e-4)
+    assert float(twice.abs().max()) < 1.1
+
+
+def test_low_rank_of_many_matrices_together():
+    """By batches and Cholesky as by one matrix after the other and QR: to rounding, over several steps."""
+    n = sum(torch.Size(shape).numel() for shape in SHAPES)
+
+    def steps(group):
+        _, rank = world(group)
+        state, out = {}, []
+        for step in range(3):
+            u = noise(n, 10 * step + rank)
+            out += LowRank(2).for_shapes(SHAPES).exchange(u, group, state=state, seed=7)
+        return out
+
+    plain = InProcessGroup(3).run(steps)
+    together = lambda parts, ranks, _, batches=lowrank._batches: batches(parts, ranks, True)  # noqa: E731
+    by_cholesky = lambda factors: [lowrank.by_cholesky(factor) for factor in factors]  # noqa: E731
+    with mock.patch.multiple(lowrank, _batches=together, _orthonormal=by_cholesky):
+        batched = InProcessGroup(3).run(steps)
+    for one, other in zip(plain, batched):
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, other))
+    assert all(torch.equal(a, b) for a, b in zip(batched[0][::2], batched[2][::2]))  # means
+
+
+def test_casts_are_added_by_the_backend_where_no_residual_is_kept():
+    values = [noise(1000, rank) for rank in range(3)]
+    mean = torch.stack(values).mean(0)
+    channel = {"plain": Plain(), "residual": ErrorFeedback()}
+
+    def reduced(group, memory):
+        meter = Metered(group)
+        out = Channel(TwoHop(Cast("bf16")), channel[memory], name="x").reduce("x", values[world(group)[1]], meter)
+        return out, meter.sent
+
+    by_ring = lambda self, u, group=None: cast_mean_steps(u, self.codec, group)  # noqa: E731
+    with mock.patch.object(TwoHop, "mean_steps", by_ring):
+        ring = InProcessGroup(3).run(lambda group: reduced(group, "plain"))
+        kept = InProcessGroup(3).run(lambda group: reduced(group, "residual"))
+    hops = InProcessGroup(3).run(lambda group: reduced(group, "residual"))
+    assert all(torch.equal(ring[0][0], other) for other, _ in ring[1:])
+    assert 0 < float((ring[0][0] - mean).abs().max()) < 0.02
+    assert torch.equal(kept[0][0], hops[0][0]) and not torch.equal(kept[0][0], ring[0][0])
+    assert abs(ring[0][1] / hops[0][1] - 1) < 0.1

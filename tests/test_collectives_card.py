@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 
 from thinwire.codecs import Cast
-from thinwire.collectives import LowRank, TwoHop, lowrank
+from thinwire.collectives import LowRank, OkTopk, TwoHop, lowrank, thresholds
 from thinwire.collectives.dense import cast_mean_steps
 from thinwire.collectives.groups import Metered, world
 from thinwire.collectives.in_process import InProcessGroup
@@ -73,3 +74,35 @@ def test_casts_are_added_by_the_backend_where_no_residual_is_kept():
     assert 0 < float((ring[0][0] - mean).abs().max()) < 0.02
     assert torch.equal(kept[0][0], hops[0][0]) and not torch.equal(kept[0][0], ring[0][0])
     assert abs(ring[0][1] / hops[0][1] - 1) < 0.1
+
+
+@pytest.mark.parametrize("values, indices", [("fp32", "int32"), ("int8", "coded")])
+def test_oktopk_in_padded_memory(values, indices):
+    """What a card does, which waits twice per exchange: the same bits, step by step, with crowded regions too."""
+    collective = OkTopk(0.05, tau=4, tau_prime=5, values=values, indices=indices)
+
+    def steps(group):
+        size, rank = world(group)
+        state, out = {}, []
+        for step in range(8):
+            u = noise(3000, 100 * step) + noise(3000, 100 * step + rank)
+            u[rank * 100 : rank * 100 + 60] *= 1 + 40 * (step == 6)
+            out += collective.exchange(u, group, state=state, step=step, seed=step)
+        return out
+
+    plain = InProcessGroup(3).run(steps)
+    with mock.patch.object(thresholds, "is_on_card", lambda x: True):
+        padded = InProcessGroup(3).run(steps)
+    assert all(torch.equal(a, b) for one, other in zip(plain, padded) for a, b in zip(one, other))
+
+
+def test_oktopk_on_a_card_makes_a_damaged_exchange_nan():
+    def steps(group):
+        return OkTopk(0.05).exchange(noise(400, world(group)[1]), group, state={})[0]
+
+    bad = lambda self: torch.tensor(False)  # noqa: E731
+    with (
+        mock.patch.object(thresholds, "is_on_card", lambda x: True),
+        mock.patch("thinwire.codecs.entries.Entries.all_good", bad),
+    ):
+        assert all(bool(mean.isnan().all()) for mean in InProcessGroup(2).run(steps))

@@ -82,7 +82,7 @@ def test_oktopk_in_padded_memory(values, indices):
     collective = OkTopk(0.05, tau=4, tau_prime=5, values=values, indices=indices)
 
     def steps(group):
-        size, rank = world(group)
+        _, rank = world(group)
         state, out = {}, []
         for step in range(8):
             u = noise(3000, 100 * step) + noise(3000, 100 * step + rank)

@@ -36,7 +36,8 @@ from thinwire.quantities import parse_rate
 
 RATES = ("unlimited", "1gbit", "100mbit", "10gbit")
 LONGEST = 9.0  # seconds that the bytes of a cell may take
-WARM_UP = {"auto": 16}  # steps until it has chosen; the others: 4
+AUTO = {"auto, 10 Gbit/s": "10gbit", "auto, no limit": "unlimited"}  # chooses at this rate, and is timed at it
+WARM_UP = 16, 4  # steps until it has chosen; others
 BATCHES = 16  # different ones: residuals of one gradient again and again would grow as no training's do
 LINK = 32 << 20  # bytes of the all-reduce that says what a link carries
 
@@ -138,10 +139,10 @@ def measure_way(
     until: float,
 ) -> None:  # fmt: skip
     start = time.monotonic()
-    asker.rate("10gbit" if way == "auto" else "unlimited")
+    asker.rate(AUTO.get(way, "unlimited"))
     try:
         cell = Cell(way, size, device)
-        timed(cell, WARM_UP.get(way, 4))
+        timed(cell, WARM_UP[way not in AUTO])
         check_loss(cell)
     except Exception as error:  # the same on all ranks
         write({"kind": "failed", "method": way, "error": f"{type(error).__name__}: {error}"[:300]})
@@ -152,10 +153,10 @@ def measure_way(
         bits = parse_rate(rate)
         floor = left * 8 / bits if bits else 0.0
         row = {"kind": "step", "method": way, "rate": rate, "floor_s": floor, "compute_s": compute, "built_s": built}
-        if way == "auto":
-            row["compresses"] = cell.handle is not None and not cell.handle.reducer.exact
-            if rate not in ("10gbit", "unlimited"):
-                continue  # it chose for the rate it met
+        if way in AUTO:
+            row["compresses"] = not cell.handle.reducer.exact
+            if rate != AUTO[way]:
+                continue
         if floor > LONGEST or links.meet(time.monotonic()) + 2 * floor + 1 > until:
             write(row | {"step_s": None, "bytes": left})
             continue

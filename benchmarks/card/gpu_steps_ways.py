@@ -39,8 +39,9 @@ MODELS = {
 }
 WAYS = (
     "torch DDP", "torch DDP bf16 hook", "torch DDP PowerSGD 4", "low rank 4", "max", "bf16", "oktopk 1 % coded",
-    "paper-oktopk", "safe", "off", "auto", "torch HSDP", "fsdp max", "fsdp low rank 4", "fsdp bf16", "fsdp safe",
-    "fsdp off", "fsdp paper-oktopk", "low rank 4, one unit", "max, 2 in flight", "safe, 2 in flight",
+    "paper-oktopk", "safe", "off", "auto, no limit", "auto, 10 Gbit/s", "torch HSDP", "fsdp max", "fsdp low rank 4",
+    "fsdp bf16", "fsdp safe", "fsdp off", "fsdp paper-oktopk", "low rank 4, one unit", "max, 2 in flight",
+    "safe, 2 in flight",
 )  # fmt: skip
 WIRES: dict[str, Any] = {  # ways that are no presets
     "low rank 4": tw.Wire(gradient=tw.Reduction(LowRank(4), ErrorFeedback())),
@@ -87,7 +88,7 @@ def prepare(way: str, size: Size, device: torch.device) -> tuple[nn.Module, Call
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif way != "torch DDP":
         gradient_pass.MOST_IN_FLIGHT["cuda"] = 2 if "in flight" in way else 0
-        wire = way.removesuffix(", 2 in flight")
+        wire = "auto" if way.startswith("auto") else way.removesuffix(", 2 in flight")
         return ddp, ddp.no_sync, compress_ddp(ddp, WIRES.get(wire, wire))
     return ddp, ddp.no_sync, None
 

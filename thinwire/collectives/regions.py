@@ -34,10 +34,9 @@ def edges_of(index: Tensor, bounds: list[int]) -> Tensor:
     return torch.searchsorted(index, torch.tensor(bounds, device=index.device))
 
 
-def cut(picked: Picked, bounds: list[int], edges: list[int] | None = None) -> list[Picked]:
-    """Entries → per region (indices relative to its start, values). edges: those of `edges_of`, where they are known."""
+def cut(picked: Picked, bounds: list[int], edges: list[int]) -> list[Picked]:
+    """Entries → per region (indices relative to its start, values). edges: what `edges_of` gives."""
     index, values = picked
-    edges = edges_of(index, bounds).tolist() if edges is None else edges
     return [(index[a:b] - lo, values[a:b]) for a, b, lo in zip(edges, edges[1:], bounds)]
 
 

@@ -156,13 +156,12 @@ def piped(device: torch.device, compiled: bool, dtype: torch.dtype) -> None:
     for _ in range(2 * STEPS):
         losses: list[Tensor] = []
         with pipe.step(ids=list(range(8)) if rank == 0 else None):
-            schedule.step(
-                *(x,) if rank == 0 else (), **({"target": x.float().tanh(), "losses": losses} if last else {})
-            )
+            target = {"target": x.float().tanh(), "losses": losses} if last else {}
+            schedule.step(*(x,) if rank == 0 else (), **target)
         assert not pipe.skipped, "a step was rolled back"
         optimiser.step()
         optimiser.zero_grad()
-        found.append(sum(float(loss) for loss in losses))
+        found.append(sum(float(loss.detach()) for loss in losses))
     assert not last or found[-1] < found[0], f"losses {found}"
 
 

@@ -56,6 +56,17 @@ def test_top_by_way_of_a_sample(monkeypatch, dtype, kind):
         assert same(select.kth_magnitude(x, 40, "reference"), gpu.kth_magnitude(x.to(DEVICE), 40))
 
 
+def test_small_tensors_load_what_large_ones_need(monkeypatch):
+    gpu, launch = (importlib.import_module(f"thinwire.kernels.gpu.{name}") for name in ("select", "launch"))
+    x = tensor("student", (700,), torch.float32, 5).to(DEVICE)
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "new_kernels", "expect")
+    gpu.top(x, 9), gpu.kth_magnitude(x, 9)
+    monkeypatch.setattr(launch, "new_kernels", "refuse")
+    monkeypatch.setattr(gpu, "LARGE", 1)
+    gpu.top(x, 9), gpu.kth_magnitude(x, 9)
+
+
 @few(8)
 @given(floats.filter(lambda x: x.numel() > 0), st.integers(1, 5), st.floats(0, 1))
 def test_top_rows(x, rows, share):

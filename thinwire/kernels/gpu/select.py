@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from thinwire.kernels.gpu import compact
+from thinwire.kernels.gpu import launch as launching
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch
 from thinwire.kernels.gpu.radix import LOOKING, histogram, kth_bits, unless
@@ -161,18 +162,29 @@ def _scatter_add(out, index, values, n, k, SIZE: tl.constexpr):
 
 def kth_magnitude(x, k):
     """`kth_magnitude` of kernels/select.py, by Triton."""
-    if not _is_large(x, k):
-        return _kth(x, k)
-    (_, candidates), skip = _candidates(x, k)
-    return torch.where(skip, _kth(candidates, k), _kth(x, k, skip))
+    if launching.new_kernels == "expect":  # larger tensors may come
+        _kth_sampled(x, k)
+    return _kth_sampled(x, k) if _is_large(x, k) else _kth(x, k)
 
 
 def top(x, k):
     """No host synchronisation: the output has k entries whatever x holds (NaN counts as the largest)."""
+    if launching.new_kernels == "expect":
+        _top_sampled(x, k)
+    if _is_large(x, k):
+        return _top_sampled(x, k)
     index, values = _room(x, k)
-    if not _is_large(x, k):
-        _write_top(x, *kth_bits(x, k), index, values)
-        return index, values
+    _write_top(x, *kth_bits(x, k), index, values)
+    return index, values
+
+
+def _kth_sampled(x, k):
+    (_, candidates), skip = _candidates(x, k)
+    return torch.where(skip, _kth(candidates, k), _kth(x, k, skip))
+
+
+def _top_sampled(x, k):
+    index, values = _room(x, k)
     (places, candidates), skip = _candidates(x, k)
     _write_top(candidates, *kth_bits(candidates, k), index, values)
     index = places[index]
@@ -188,7 +200,7 @@ def _candidates(x, k):
     """((indices, values) that pass a threshold from a sample, in padded memory; 0-d bool: the k largest are among
     them)."""
     runs, share = x.numel() // (EVERY * RUN), k / EVERY
-    sample = x[: runs * EVERY * RUN].view(runs, EVERY * RUN)[:, :RUN].reshape(-1)
+    sample = x[: runs * EVERY * RUN].view(runs, EVERY * RUN)[:, :RUN].reshape(-1) if runs else x
     limit = _kth(sample, min(int(AIM * share + 5 * math.sqrt(share)) + 8, sample.numel()))
     held = _room(x, int(MOST * k) + 64 * EVERY)
     found = compact.select_into(x, limit, *held, nans=True)

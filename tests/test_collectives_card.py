@@ -12,6 +12,8 @@ from thinwire.collectives import LowRank, OkTopk, TwoHop, lowrank, thresholds
 from thinwire.collectives.dense import cast_mean_steps
 from thinwire.collectives.groups import Metered, world
 from thinwire.collectives.in_process import InProcessGroup
+from thinwire.config.wire import Reduction
+from thinwire.data_parallel.exchange import Exchange
 from thinwire.memory import ErrorFeedback, Plain
 from thinwire.memory.channel import Channel
 
@@ -106,3 +108,21 @@ def test_oktopk_on_a_card_makes_a_damaged_exchange_nan():
         mock.patch("thinwire.codecs.entries.Entries.all_good", bad),
     ):
         assert all(bool(mean.isnan().all()) for mean in InProcessGroup(2).run(steps))
+
+
+def test_a_check_left_on_one_card_drops_the_step_on_all():
+    shapes = {"w": (16, 16)}
+
+    def steps(group):
+        exchange = Exchange(shapes, Reduction(TwoHop(Cast("bf16"))), group)
+        found = []
+        for bad in (False, True, False):
+            means = {unit: exchange.reduce(unit, noise(256, world(group)[1])) for unit in exchange.units}
+            exchange.unread.append(torch.tensor(not (bad and world(group)[1] == 1)))  # as a card's means leave them
+            found.append(exchange.agree(torch.zeros(3, dtype=torch.uint8)).tolist())
+            exchange.commit()
+            assert len(means) == 1
+        return found
+
+    for found in InProcessGroup(3).run(steps):
+        assert found == [[0, 0, 0], [1, 0, 0], [0, 0, 0]]

@@ -62,13 +62,11 @@ class Gather(Collective):
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        mean = total / size
-        if not bool(is_finite(mean)):  # everybody sees the same
-            unit = large_unit(size)
-            mean = torch.stack([part / unit for part in parts]).sum(0) / (size / unit)
-        if not bool(finite & is_finite(mean)):
-            raise InvalidExchange(f"cannot exchange {key!r}: values, or their mean, are NaN or Inf")
-        return mean, parts[rank]
+        unit = large_unit(size)  # everybody sees the same
+        mean = _where_finite(
+            total, lambda: total / size, lambda: torch.stack([part / unit for part in parts]).sum(0) / (size / unit)
+        )
+        return _checked(mean, finite, key), parts[rank]
 
 
 @dataclass(frozen=True)
@@ -127,9 +125,8 @@ class TwoHop(Collective):
         own[rank] = own[rank] + _where_finite(
             total, lambda: size * mean[rank] - total, lambda: size * (mean[rank] - average)
         )
-        if not bool(torch.stack([finite, *(flag for _, flag in coded)]).all()):  # read once, at the end: a card waits
-            raise InvalidExchange(f"cannot exchange {key!r}: values, or their mean, are NaN or Inf")
-        return torch.cat(mean).view(u.shape), torch.cat(own).view(u.shape)
+        good = torch.stack([finite, *(flag for _, flag in coded)]).all()
+        return _checked(torch.cat(mean).view(u.shape), good, key), torch.cat(own).view(u.shape)
 
     def mean_steps(self, u: Tensor, group: Group = None) -> Steps[Tensor] | None:
         """The mean alone, where the backend can add what the codec makes of values: a card's ring over bf16 or fp16,
@@ -164,6 +161,16 @@ def cast_mean_steps(u: Tensor, codec: Cast, group: Group = None) -> Steps[Tensor
     size, _ = world(group)
     total = yield from all_reduce_steps((u / size).to(codec.dtype), group)
     return total.to(u.dtype)
+
+
+def _checked(mean: Tensor, good: Tensor, key: object) -> Tensor:
+    """The mean; InvalidExchange where it is not finite or not `good`, 0-d. On a card it is NaN then, and the caller looks
+    whether it is finite: to raise would be to wait."""
+    if mean.is_cuda:
+        return mean.masked_fill_(~good, float("nan"))
+    if not bool(good & is_finite(mean)):
+        raise InvalidExchange(f"cannot exchange {key!r}: values, or their mean, are NaN or Inf")
+    return mean
 
 
 def _where_finite(total: Tensor, usual: Callable[[], Tensor], otherwise: Callable[[], Tensor]) -> Tensor:

@@ -60,6 +60,7 @@ class Exchange:
         self.averaged = 0  # values, in this exchange's own steps since its group last changed
         self.ring_bytes_before = 0  # of earlier groups
         self.is_open = False  # a step, between its first reduction and commit or rollback
+        self.unread: list[Tensor] = []  # 0-d bool on a card: checks left to `agree`
         self.residuals_before: dict[Unit, Tensor | None] = {}  # of the open step, before the unit's last reduction
 
     def _join(self, group: Group, own_group: bool, streams: int) -> None:
@@ -165,14 +166,33 @@ class Exchange:
         self.averaged += x.numel()
         if not (exact or unit.exact):
             mean = yield from channel.reduce_steps(unit.name, x, group)
-            left = channel.state.read("e", unit.name)
-            if not bool(is_finite(mean) if left is None else is_finite(mean) & is_finite(left)):
-                raise InvalidExchange(f"{unit.name}: the mean or the residual is NaN or Inf")
+            self._check(unit, mean, channel.state.read("e", unit.name))
             return mean
         if residual is not None:
             x = x + residual
             channel.state.write("e", unit.name, torch.zeros_like(residual))
-        return (yield from exact_mean_steps(x, group))
+        mean = yield from exact_mean_steps(x, group)
+        if mean.is_cuda:  # elsewhere it has been looked at
+            self._check(unit, mean, None)
+        return mean
+
+    def _check(self, unit: Unit, mean: Tensor, residual: Tensor | None) -> None:
+        """InvalidExchange where they are not finite; on a card that is left to `agree`: the host need not wait."""
+        finite = is_finite(mean) if residual is None else is_finite(mean) & is_finite(residual)
+        if not self.leave(finite):
+            raise InvalidExchange(f"{unit.name}: the mean or the residual is NaN or Inf")
+
+    def leave(self, good: Tensor) -> bool:
+        """Whether 0-d `good` is true. On a card it is left to `agree`, and taken for true."""
+        if not good.is_cuda:
+            return bool(good)
+        self.unread.append(good)
+        return True
+
+    def all_good(self) -> bool:
+        """Were all checks good that were left? Waits for the card."""
+        flags, self.unread = self.unread, []
+        return not flags or bool(torch.stack(flags).all())
 
     def reduce_all(self, values: Callable[[Unit], Tensor], exact: bool = False) -> dict[Unit, Tensor] | None:
         """Every unit's mean, for the caller to commit. None, on all ranks: the step was rolled back, since some rank's
@@ -195,7 +215,11 @@ class Exchange:
 
     def agree(self, flags: Tensor) -> Tensor:
         """uint8[…]: the maximum of every flag over the ranks. The first is also set where a message since the last
-        agreement did not arrive as it was sent."""
+        agreement did not arrive as it was sent, or a check that was left was not good."""
+        if self.unread:
+            flags = flags.clone()
+            flags[0] |= ~torch.stack(self.unread).all().to(flags.device)
+            self.unread = []
         if self.size == 1:
             return flags
         if self.flag_group.early is not None:
@@ -256,6 +280,7 @@ class Exchange:
             end(channel)
         self.steps += 1
         self.is_open = False
+        self.unread = []
         self.residuals_before.clear()
 
     # --- checkpoints: per parameter, so that units may change between runs

@@ -40,12 +40,10 @@ def test_top_by_way_of_a_sample(monkeypatch, dtype, kind):
     """Where the sample's threshold lets enough pass, and where it does not: in sorted values it sees the smallest of
     each run."""
     gpu = importlib.import_module("thinwire.kernels.gpu.select")
-    radix = importlib.import_module("thinwire.kernels.gpu.radix")
     x = tensor("student", (3000,), dtype, 3)
     x = {"sorted": lambda: x.abs().sort().values, "ties": x.round, "nan": x.clone, "normal": x.clone}[kind]()
     if kind == "nan":
         x[[7, 900]] = torch.tensor([float("nan"), float("inf")], dtype=dtype)
-    monkeypatch.setattr(radix, "METHOD", "loop")
     expected = [y.to("cpu") for y in gpu.top(x.to(DEVICE), 40)]
     monkeypatch.setattr(gpu, "LARGE", 1)
     monkeypatch.setattr(gpu, "EVERY", 4)

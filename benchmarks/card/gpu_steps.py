@@ -35,7 +35,7 @@ from torch import Tensor
 from thinwire.quantities import parse_rate
 
 RATES = ("unlimited", "1gbit", "100mbit", "10gbit")
-LONGEST = 9.0  # seconds that the bytes of a cell may take
+LONGEST = 4.5  # seconds that the bytes of a cell may take
 AUTO = {"auto, 10 Gbit/s": "10gbit", "auto, no limit": "unlimited"}  # chooses at this rate, and is timed at it
 WARM_UP = 16, 4  # steps until it has chosen; others
 BATCHES = 16  # different ones: residuals of one gradient again and again would grow as no training's do

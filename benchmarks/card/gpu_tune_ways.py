@@ -53,16 +53,11 @@ def ways() -> Iterator[Way]:
         for name in ("histogram", "kth magnitude 1 %", "top 1 %"):
             yield Way(name, "own", dtype, ())
             if name != "histogram":
-                loop = (gpu_radix, "METHOD", "loop")
                 yield Way(name, "by a sample at any size", dtype, ((gpu_select, "LARGE", 1),))
-                yield Way(name, "by a sample, histograms by a loop", dtype, ((gpu_select, "LARGE", 1), loop))
                 yield Way(name, "over all values", dtype, ((gpu_select, "LARGE", 1 << 60),))
-        for loop in (
-            (4, 16, 16384, 264), (4, 32, 32768, 132), (1, 16, 16384, 264), (8, 32, 16384, 132), (2, 16, 16384, 264),
-            (4, 16, 32768, 264), (8, 16, 32768, 264), (4, 8, 8192, 528),
-        ):  # fmt: skip
-            patches = (gpu_radix, "METHOD", "loop"), (gpu_radix, "LOOP", loop)
-            yield Way("histogram", "loop of copies {}, warps {}, size {}, programs {}".format(*loop), dtype, patches)
+        for size, window in ((8192, 128), (2048, 64), (4096, 64), (8192, 64)):
+            patches = (gpu_radix, "SIZE", size), (gpu_radix, "WINDOW", window)
+            yield Way("histogram", f"size {size} window {window}", dtype, patches)
     for name in ("checksum", "inspect"):
         yield Way(name, "own", torch.uint8, ())
         for rows, warps, programs in (

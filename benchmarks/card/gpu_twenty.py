@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import gpu_ranks
 from gpu_pipeline import shared_card
 
-RANKS, LIMIT = 4, {"cuda": 60.0, "cpu": 400.0}  # there Numba may have to compile
+RANKS, LIMIT = 4, {"cuda": 120.0, "cpu": 400.0}  # there Numba may have to compile
 PRELOAD = ["torch", "torch.distributed.pipelining", "thinwire.train.rank", "thinwire.train.build", "transformers"]
 MODEL = {"hidden": 576, "layers": 6, "heads": 9, "kv_heads": 3, "tied": True}
 SMALL = {"hidden": 32, "layers": 4, "heads": 4, "tied": True}

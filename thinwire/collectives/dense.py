@@ -164,8 +164,8 @@ def cast_mean_steps(u: Tensor, codec: Cast, group: Group = None) -> Steps[Tensor
 
 
 def _checked(mean: Tensor, good: Tensor, key: object) -> Tensor:
-    """The mean; InvalidExchange where it is not finite or not `good`, 0-d. On a card it is NaN then, and the caller looks
-    whether it is finite: to raise would be to wait."""
+    """The mean; InvalidExchange where it is not finite or not `good`, 0-d. On a card it is NaN then, and the caller
+    looks whether it is finite: to raise would be to wait."""
     if mean.is_cuda:
         return mean.masked_fill_(~good, float("nan"))
     if not bool(good & is_finite(mean)):

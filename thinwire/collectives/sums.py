@@ -37,7 +37,7 @@ def exact_mean(x: Tensor, group: Group) -> Tensor:
 
 
 def exact_mean_steps(x: Tensor, group: Group) -> Steps[Tensor]:
-    """`exact_mean`, stopping where it would wait. On a card it does not wait, and raises nothing: all values are divided
+    """`exact_mean`, stopping where it would wait. On a card it does not wait, and raises nothing: values are divided
     first, so that no sum leaves the range unless the mean does, and the caller looks whether the mean is finite."""
     size, _ = world(group)
     if x.is_cuda:

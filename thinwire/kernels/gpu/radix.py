@@ -19,25 +19,8 @@ from thinwire.kernels.select import BINS, HISTOGRAM_SHIFT
 
 SIZE = 4096  # values a program handles
 WINDOW = 128  # bins counted at a time, eight to an octave
-METHOD = "tile"
 REFINE = 10  # bits resolved by each refining histogram
 STEPS = {torch.float32: 2}  # refining histograms; the 16-bit dtypes have nothing in the last ten bits
-
-
-@triton.jit(do_not_specialize=["n"])
-def _histogram(x, counts, n, SHIFT: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr):
-    """counts[|x| bits >> SHIFT] += 1."""
-    start = tl.program_id(0).to(tl.int64) * SIZE
-    inside = start + tl.arange(0, SIZE) < n
-    bins = (bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE) >> SHIFT
-    tl.atomic_add(counts, tl.sum((inside & (bins == 0)).to(tl.int32)).to(tl.int64), sem="relaxed")
-    top = tl.max(bins)  # bins beyond n hold zeros
-    while top > 0:
-        low = tl.maximum(top - (WINDOW - 1), 1)
-        found = tl.histogram(bins - low, WINDOW, mask=(bins >= low) & (bins <= top))
-        place = low + tl.arange(0, WINDOW)
-        tl.atomic_add(counts + place, found.to(tl.int64), mask=found > 0, sem="relaxed")
-        top = tl.max(tl.where(bins < low, bins, 0))
 
 
 @triton.jit
@@ -49,24 +32,24 @@ def unless(skip, n, GUARDED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n", "programs"])
-def _histogram_loop(
-    x, counts, skip, n, programs, SHIFT: tl.constexpr, BINS: tl.constexpr, COPIES: tl.constexpr, EACH: tl.constexpr,
-    SIZE: tl.constexpr, GUARDED: tl.constexpr,
+def _histogram(
+    x, counts, skip, n, programs, SHIFT: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, GUARDED: tl.constexpr
 ):  # fmt: skip
-    """counts[|x| bits >> SHIFT] += 1, by programs that go on to the next tile. Neighbours of EACH values, what a thread
-    reads at once, count in one of COPIES tables: lanes rarely meet at one address. GUARDED: nothing where skip[0]."""
+    """counts[|x| bits >> SHIFT] += 1. GUARDED: nothing where skip[0]."""
     n = unless(skip, n, GUARDED)
     start = tl.program_id(0).to(tl.int64) * SIZE
-    copy = tl.arange(0, SIZE) // EACH % COPIES
-    total = tl.zeros([BINS * COPIES], tl.int32)
     while start < n:
+        inside = start + tl.arange(0, SIZE) < n
         bins = (bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE) >> SHIFT
-        total += tl.histogram(bins * COPIES + copy, BINS * COPIES)
-        if start + SIZE > n:  # beyond n there are zeros
-            tl.atomic_add(counts, n - start - SIZE, sem="relaxed")
+        tl.atomic_add(counts, tl.sum((inside & (bins == 0)).to(tl.int32)).to(tl.int64), sem="relaxed")
+        top = tl.max(bins)  # bins beyond n hold zeros
+        while top > 0:
+            low = tl.maximum(top - (WINDOW - 1), 1)
+            found = tl.histogram(bins - low, WINDOW, mask=(bins >= low) & (bins <= top))
+            place = low + tl.arange(0, WINDOW)
+            tl.atomic_add(counts + place, found.to(tl.int64), mask=found > 0, sem="relaxed")
+            top = tl.max(tl.where(bins < low, bins, 0))
         start += programs.to(tl.int64) * SIZE
-    found = tl.sum(tl.reshape(total, [BINS, COPIES]), axis=1)
-    tl.atomic_add(counts + tl.arange(0, BINS), found.to(tl.int64), mask=found > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["n", "programs"])
@@ -113,21 +96,18 @@ def histogram(x):
     return counts
 
 
-LOOP = (4, 16, 16384, 264)  # copies, warps, values at a time, programs
 LOOKING = 528  # programs that look whether there is anything to do
 
 
 def _count_leading(x, counts, skip=None):
-    n = x.numel()
-    if METHOD == "tile" and skip is None:
-        launch(_histogram, triton.cdiv(n, SIZE), x, counts, n, SHIFT=HISTOGRAM_SHIFT, WINDOW=WINDOW, SIZE=SIZE)
-        return
-    copies, warps, size, programs = LOOP
-    programs = min(programs, triton.cdiv(n, size))
-    constants = {"SHIFT": HISTOGRAM_SHIFT, "BINS": BINS, "COPIES": copies, "EACH": 16 // x.element_size()}
-    constants |= {"SIZE": size, "GUARDED": skip is not None}
-    held = x if skip is None else skip
-    launch(_histogram_loop, programs, x, counts, held, n, programs, **constants, warps=warps)
+    n, programs = x.numel(), _programs(x, skip)
+    constants = {"SHIFT": HISTOGRAM_SHIFT, "WINDOW": WINDOW, "SIZE": SIZE, "GUARDED": skip is not None}
+    launch(_histogram, programs, x, counts, x if skip is None else skip, n, programs, **constants)
+
+
+def _programs(x, skip):
+    tiles = triton.cdiv(x.numel(), SIZE)
+    return tiles if skip is None else min(LOOKING, tiles)
 
 
 def kth_bits(x, k, skip=None):
@@ -139,7 +119,7 @@ def kth_bits(x, k, skip=None):
     _count_leading(x, counts, skip)
     launch(_narrow, 1, counts, state, k, FIRST=True, WIDTH=31 - HISTOGRAM_SHIFT, warps=8)
     low, n = HISTOGRAM_SHIFT, x.numel()
-    programs = triton.cdiv(n, SIZE) if skip is None else min(LOOKING, triton.cdiv(n, SIZE))
+    programs = _programs(x, skip)
     for step in range(steps):
         table, low = counts[BINS + (step << REFINE) :], low - REFINE
         constants = {"SHIFT": low, "WIDTH": REFINE, "SIZE": SIZE, "GUARDED": skip is not None}

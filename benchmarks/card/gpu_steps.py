@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gpu_pipeline as links
 import gpu_ranks
+import gpu_steps_trace
 import torch
 import torch.distributed as dist
 from gpu_steps_ways import MODELS, WAYS, Size, prepare
@@ -39,6 +40,7 @@ LONGEST = 4.5  # seconds that the bytes of a cell may take
 AUTO = {"auto, 10 Gbit/s": "10gbit", "auto, no limit": "unlimited"}  # chooses at this rate, and is timed at it
 WARM_UP = 16, 4  # steps until it has chosen; others
 BATCHES = 16  # different ones: residuals of one gradient again and again would grow as no training's do
+TRACED = "1gbit"  # the rate at which one more step is traced
 LINK = 32 << 20  # bytes of the all-reduce that says what a link carries
 
 
@@ -89,6 +91,15 @@ def timed(cell: Cell, steps: int, communicate: bool = True) -> tuple[list[float]
         finish()
         took.append(links.meet(time.perf_counter() - began))
     return took, links.meet(links.shaped_bytes() - before) / steps
+
+
+def trace_of(cell: Cell) -> dict[str, Any]:
+    """Of rank 0; the others make the step with it."""
+    links.meet()
+    if dist.get_rank() == 0:
+        return gpu_steps_trace.record(cell.step)
+    cell.step()
+    return {}
 
 
 def link_row(rate: str, device: torch.device) -> dict[str, Any]:
@@ -165,6 +176,8 @@ def measure_way(
         left = sent if rate == "unlimited" else left
         skips = 0 if cell.handle is None else cell.handle.skips
         write(row | {"step_s": statistics.median(took), "each_s": took, "bytes": sent, "skips": skips})
+        if rate == TRACED and device.type == "cuda" and floor < 1:
+            write({"kind": "trace", "method": way, "rate": rate} | trace_of(cell))
 
 
 def table(rows: list[dict]) -> str:
@@ -182,6 +195,12 @@ def table(rows: list[dict]) -> str:
             first = next(r for r in of if r["method"] == way)
             texts = [_cell(cells, way, rate) for rate in ("unlimited", "10gbit", "1gbit", "100mbit")]
             lines.append(f"| {way} | {first['bytes'] / 1e6:.1f} | {first['compute_s']:.3f} | {' | '.join(texts)} |")
+    for r in rows:
+        if r["kind"] == "trace":
+            lines.append(
+                f"\ntrace of {r['method']} ({r['model']}, {r['ranks']} ranks, {r['rate']}): {r['step_s']:.3f} s, "
+                f"computing {r['computing_s']:.3f}, exchange {r['exchange_s']:.3f}, both at once {r['both_s']:.3f}"
+            )
     lines += [
         f"\nlink: {r['rate']} carries {r['Gbit/s']:.2f} Gbit/s ({r['ranks']} ranks)"
         for r in rows

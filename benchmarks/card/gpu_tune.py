@@ -87,7 +87,7 @@ def operation(kernel: str, x: Tensor, impl: str) -> tuple[int, Callable[[], Any]
         values, out = x[:k].clone(), x.clone()
         return k * (8 + 3 * size), lambda: select.scatter_add(out, index, values, impl)
     wire = indices.encode_indices(index, n, impl)
-    return k * 8 + wire.numel(), lambda: indices.decode_indices(wire, n, k, impl)
+    return k * 8 + wire.numel(), lambda: indices.decode_flagged(wire, n, k, impl)[0]
 
 
 def example(way: Way, size: int, device: str) -> Tensor:
@@ -128,15 +128,20 @@ def time_way(way: Way, x: Tensor) -> dict:
     """The median of single calls, milliseconds."""
     with patched(way):
         moved, call = operation(way.kernel, x, "gpu")
-        took = median_ms(call)
-    return {
-        "section": "time",
-        "kernel": way.kernel,
-        "how": way.how,
-        "dtype": str(way.dtype)[6:],
-        "ms": took,
-        "moved": moved,
-    }
+        took, replayed = median_ms(call), replay_ms(call) if way.how == "own" else {}
+    named = {"section": "time", "kernel": way.kernel, "how": way.how, "dtype": str(way.dtype)[6:]}
+    return named | {"ms": took, "moved": moved} | replayed
+
+
+def replay_ms(call: Callable) -> dict[str, Any]:
+    """Its kernels without the host's part, from a CUDA graph; or why it could not be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError as error:
+        return {"graph_error": str(error)[:200]}
+    return {"graph_ms": median_ms(graph.replay)}
 
 
 def median_ms(call: Callable, count: int = 11) -> float:

@@ -118,7 +118,9 @@ def test_a_check_left_on_one_card_drops_the_step_on_all():
         found = []
         for bad in (False, True, False):
             means = {unit: exchange.reduce(unit, noise(256, world(group)[1])) for unit in exchange.units}
-            exchange.unread.append(torch.tensor(not (bad and world(group)[1] == 1)))  # as a card's means leave them
+            exchange.later.unread.append(
+                torch.tensor(not (bad and world(group)[1] == 1))
+            )  # as a card's means leave them
             found.append(exchange.agree(torch.zeros(3, dtype=torch.uint8)).tolist())
             exchange.commit()
             assert len(means) == 1

@@ -140,7 +140,7 @@ class Pass:
         finite = is_finite(x)
         if finite.is_cuda:
             x.masked_fill_(~finite, 0.0)
-        if not self.setup.exchange.leave(finite):
+        if not self.setup.exchange.later.leave(finite):
             self.finite = False
             x = torch.zeros_like(x)
         elif self.scale != 1:
@@ -177,7 +177,7 @@ class Pass:
         limit = min(torch.finfo(self.setup.parameters[name].dtype).max for name in unit.parameters) / self.scale
         if limit >= torch.finfo(mean.dtype).max or not mean.numel():
             return True
-        return self.setup.exchange.leave(mean.abs().max() <= limit)
+        return self.setup.exchange.later.leave(mean.abs().max() <= limit)
 
     def _conclude(self) -> None:
         with self.setup.step.losses():

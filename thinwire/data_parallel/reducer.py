@@ -211,7 +211,7 @@ class Reducer:
             raise RuntimeError(f"{len(unused)} parameters got no gradient in this step: {', '.join(unused[:3])}")
         for name, (unit, span, shape) in self.setup.places.items():
             store_gradient(self.parameters[name], ending.unit_means[unit][span].view(shape))
-        return ending.finite
+        return self.exchange.later.all_good() and ending.finite
 
     def settle(self, skipped: bool) -> None:
         """For agrees = False: keep what the pass wrote, or drop it where the step is `skipped`; on all ranks alike."""

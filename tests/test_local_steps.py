@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import local_cases
+import local_keep_cases
 import local_paper_cases
 import local_site_cases
 import local_stacked_cases
@@ -21,6 +22,7 @@ PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "local_cases",
+    "local_keep_cases",
     "local_paper_cases",
     "local_site_cases",
     "local_stacked_cases",
@@ -28,15 +30,19 @@ PRELOAD = (
 STRAIGHT = [*local_paper_cases.CASES, *local_site_cases.CASES, *local_stacked_cases.CASES]
 
 
+def _cases(folder):
+    return [*STRAIGHT, *local_cases.cases(folder), *local_keep_cases.cases(folder)]
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    cases = [*STRAIGHT, *local_cases.cases(str(tmp_path_factory.mktemp("local")))]
+    cases = _cases(str(tmp_path_factory.mktemp("local")))
     with Network(hosts=4, preload=PRELOAD) as net:
         found = launch(net, run_cases, cases, timeout=150)
     return {name_of(case).partition("(")[0]: (found, case) for case in cases}
 
 
-NAMES = [name_of(case).partition("(")[0] for case in (*STRAIGHT, *local_cases.cases(""))]
+NAMES = [name_of(case).partition("(")[0] for case in _cases("")]
 
 
 @pytest.mark.lab

@@ -29,6 +29,8 @@ class Local:
     offset. delay: inner steps between sending a fragment and applying its mean, less than `every`.
     outer_lr, momentum, nesterov: of the outer optimiser, SGD on the anchors.
     mix: what a site keeps of its own weights when a mean is applied: "carry", or a share from 0 to under 1.
+    keep: the share, from 0 to 1, of the residual that stays in a site's weights, θ ← anchor − keep·e. With 0 what was
+    not sent waits, and the site learns it again; with 1 the site goes on from it.
     warmup: the first inner steps, after each of which weights are averaged exactly.
     host: anchors, the outer optimiser's state and residuals are kept in host memory, and exchanged from there.
     """
@@ -41,6 +43,7 @@ class Local:
     momentum: float = 0.9
     nesterov: bool = True
     mix: str | float = CARRY
+    keep: float = 0.0
     warmup: int = 0
     host: bool = False
 
@@ -56,6 +59,12 @@ class Local:
         share = isinstance(self.mix, (int, float)) and not isinstance(self.mix, bool) and 0 <= self.mix < 1
         if self.mix != CARRY and not share:
             raise UsageError(f'[local] mix = {self.mix!r}: must be "carry", or a share from 0 to under 1')
+        if not isinstance(self.keep, (int, float)) or isinstance(self.keep, bool) or not 0 <= self.keep <= 1:
+            raise UsageError(f"[local] keep = {self.keep!r}: must lie in [0, 1]")
+        if self.keep and (self.wire.gradient is None or self.wire.gradient.memory.beta is None):
+            raise UsageError(
+                f"[local] keep = {self.keep!r}: the wire leaves no residual to keep (memory = error_feedback)"
+            )
         if not isinstance(self.outer_lr, (int, float)) or not self.outer_lr > 0:
             raise UsageError(f"[local] outer_lr = {self.outer_lr!r}: must be positive")
         if not isinstance(self.momentum, (int, float)) or not 0 <= self.momentum < 1:

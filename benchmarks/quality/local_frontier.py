@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frontier_jobs import STAGES, Chosen, key, tuning
+from frontier_jobs import STAGES, Protocol, key
 from stacked_model import Size, pack, read_corpus
 from stacked_run import Job, run_jobs
 from torch import Tensor
@@ -187,10 +187,8 @@ def main() -> None:
         runner.run(read_jobs(options.jobs), "jobs")
         return
     for stage in options.stage:
-        if stage == "tune":
-            runner.run(tuning(options.tune_steps, batch, size), stage)
-        else:
-            runner.run(Chosen(done(path), options.steps, batch, size).stage(stage), stage)
+        steps = options.tune_steps if stage == "tune" else options.steps
+        runner.run(Protocol(steps, batch, size).stage(stage), stage)
 
 
 if __name__ == "__main__":

@@ -260,7 +260,7 @@ def mistakes_are_refused() -> None:
     rank = dist.get_rank()
     for words, how in (
         ("delay = 4", {"every": 4, "delay": 4}), ("mix = 1", {"mix": 1.0}), ("keep = 2", {"keep": 2}),
-        ("no residual to keep", {"wire": "off", "keep": 1}),
+        ("no residual to keep", {"wire": "off", "keep": 1}), ("grow = 3", {"grow": 3, "fragments": 2}),
         ("fragments = 9", {"fragments": 9, "every": 9}),
         ("differs from rank 0 in local.every", {"every": 4 + (rank > 0)}),
     ):  # fmt: skip

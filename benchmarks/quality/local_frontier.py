@@ -19,6 +19,7 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
@@ -90,6 +91,7 @@ class Runner:
     def __init__(self, options: argparse.Namespace, path: Path) -> None:
         self.options, self.path = options, path
         self.began = time.perf_counter()
+        self.failed = 0  # fleets, in processes of their own: the others go on
         self.seconds: dict[Size, float] = {}  # per unit of a job's work, of the last fleet of that size
 
     def run(self, jobs: list[Job], stage: str) -> None:
@@ -115,7 +117,11 @@ class Runner:
                     break
                 ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
                 for future in ended:
-                    self.write(future.result(), stage)
+                    if future.exception() is not None:
+                        self.failed += 1
+                        traceback.print_exception(future.exception())
+                    else:
+                        self.write(future.result(), stage)
 
     def has_time(self, fleet: list[Job]) -> bool:
         """Will these runs end before the budget is spent, if they take as long as earlier ones?"""
@@ -185,10 +191,11 @@ def main() -> None:
     runner = Runner(options, path)
     if options.jobs:
         runner.run(read_jobs(options.jobs), "jobs")
-        return
-    for stage in options.stage:
+    for stage in options.stage if not options.jobs else ():
         steps = options.tune_steps if stage == "tune" else options.steps
         runner.run(Protocol(steps, batch, size).stage(stage), stage)
+    if runner.failed:
+        raise SystemExit(f"{runner.failed} fleets failed")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ class LocalSites:
 
     def __init__(self, weights: Tensor, settings: Local, size: Size) -> None:
         self.weights, self.settings, self.size, self.keep = weights, settings, size, settings.keep
-        self.schedule = Schedule(settings.every, settings.fragments, settings.delay, settings.warmup)
+        self.schedule = Schedule.of(settings)
         reduction = settings.wire.gradient or Reduction(Dense())
         self.fragments = []
         for names in split_fragments(size.shapes(), settings.fragments):
@@ -124,13 +124,15 @@ class LocalSites:
         self.steps += 1
         for fragment in self.fragments:
             fragment.steps += 1
-        due = self.schedule.applied(self.steps)
-        for number in due if self.schedule.delay else ():
-            self._apply(self.fragments[number])
+        due = [self.fragments[number] for number in self.schedule.applied(self.steps)]
+        late = [fragment for fragment in due if fragment.under_way]
+        for fragment in late:
+            self._apply(fragment)
         for number in self.schedule.sent(self.steps):
             self._send(self.fragments[number])
-        for number in due if not self.schedule.delay else ():
-            self._apply(self.fragments[number])
+        for fragment in due:
+            if fragment not in late:
+                self._apply(fragment)
 
     def finish(self) -> None:
         """One last round; all sites then hold the anchor."""

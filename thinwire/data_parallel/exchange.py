@@ -170,8 +170,8 @@ class Exchange:
                 raise InvalidExchange(f"{unit.name}: the mean or the residual is NaN or Inf")
             return mean
         if residual is not None:
-            x = x + residual
-            channel.state.write("e", unit.name, torch.zeros_like(residual))
+            x = x + residual.to(x.device)
+            channel.state.write("e", unit.name, torch.zeros_like(x))
         return (yield from exact_mean_steps(x, group))
 
     def reduce_all(self, values: Callable[[Unit], Tensor], exact: bool = False) -> dict[Unit, Tensor] | None:

@@ -43,8 +43,7 @@ from thinwire.local_steps.state import bring, load_fragments, load_optimizer, pa
 
 
 class LocalSteps:
-    """Averages the weights of several sites every so many inner steps. Made on all ranks, with equal arguments and
-    equal weights.
+    """Averages the weights of several sites every so many inner steps. On all ranks, with equal arguments and weights.
 
         local = tw.parallel.LocalSteps(model.named_parameters(), inner, "sparseloco")
         for batch in loader:
@@ -58,7 +57,8 @@ class LocalSteps:
     override; a table `[local]`; or what `Reducer` takes: a tw.Wire, a preset's name, a collective.
     group: the process group, or 1-D mesh, of one rank per site: those that hold the same part of the model. None is
     torch's default one. In a quorum (tw.elastic.Quorum) it waits for the others' next round, and begins with them.
-    every: inner steps between two averagings of a fragment, 30 unless the preset says otherwise.
+    every: inner steps between two averagings of a fragment, 30 unless the preset says otherwise. grow: rounds become
+    rarer, after inner step t the next is t/grow steps later, until they are `every` apart; 0: they are from the start.
     outer: parameters → torch.optim.Optimizer, of the anchors; by default SGD with Nesterov (0.7, 0.9) or the preset's.
     fragments: parts of the model, each averaged at its own offset. delay: inner steps between sending a fragment and
     applying its mean, less than `every`; sending goes on meanwhile on a thread.
@@ -77,11 +77,11 @@ class LocalSteps:
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], inner: Optimizer, wire: Local | WireLike,
         group: Group | DeviceMesh = None, *, every: int | None = None, outer: OuterFactory | None = None,
         fragments: int | None = None, delay: int | None = None, mix: str | float | None = None,
-        keep: float | None = None, warmup: int | None = None, host: bool | None = None, seed: int = 0,
-        parts: Group = None, copies: Group = None,
+        keep: float | None = None, warmup: int | None = None, grow: int | None = None, host: bool | None = None,
+        seed: int = 0, parts: Group = None, copies: Group = None,
     ) -> None:  # fmt: skip
         self.settings = Local.of(wire).but(
-            every=every, fragments=fragments, delay=delay, mix=mix, keep=keep, warmup=warmup, host=host
+            every=every, fragments=fragments, delay=delay, mix=mix, keep=keep, warmup=warmup, grow=grow, host=host
         )
         self.parameters = trainable_parameters(named_parameters)
         if not self.parameters:
@@ -98,7 +98,7 @@ class LocalSteps:
             check_settings(settings, parts, copies)
         else:
             check_alike(settings, self.parameters, outer, seed, (self.group, parts, copies))
-        self.schedule = Schedule(settings.every, settings.fragments, settings.delay, settings.warmup)
+        self.schedule = Schedule.of(settings)
         shapes = {name: tuple(own_part(p).shape) for name, p in self.parameters.items()}
         names = split_fragments(shapes, settings.fragments)
         units = [make_units({n: shapes[n] for n in some}, self.reduction) for some in names]
@@ -114,8 +114,8 @@ class LocalSteps:
         self.skips = self.returns = 0  # of them, those dropped; those in which this site's weights were not finite
         self.meetings: Meetings | None = None
         if quorum is not None:
-            place = self.fragments, inner, self.thread, self.schedule
-            self.meetings = Meetings(quorum, self.site, (settings, outer, seed), *place)
+            about = settings, outer, seed
+            self.meetings = Meetings(quorum, self.site, about, self.fragments, inner, self.thread, self.schedule)
             self._meet(0)
 
     def _join(self, shapes: Mapping[str, Shape], units: list[Unit], seed: int, parts: Group, copies: Group) -> Site:
@@ -154,11 +154,11 @@ class LocalSteps:
             for number in due:
                 self._meet(number)
             return bool(due)
-        for number in due if self.schedule.delay else ():
+        for number in (late := [number for number in due if number in self.in_flight]):
             self._apply(number)
         for number in self.schedule.sent(self.steps):
             self._send(self.fragments[number])
-        for number in due if not self.schedule.delay else ():
+        for number in set(due) - set(late):
             self._apply(number)
         return bool(due)
 

@@ -25,6 +25,7 @@ from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_units import Unit
 from thinwire.data_parallel.quorum import Following
 from thinwire.errors import InvalidExchange, UsageError
+from thinwire.memory.group_reduce import beside
 
 log = logging.getLogger("thinwire")
 
@@ -197,7 +198,7 @@ def reduce_unit(exchange: Exchange, unit: Unit, x: Tensor, factor: float, exact:
     if factor:
         return exchange.reduce(unit, x if factor == 1 else x * factor, exact)
     channel = exchange.channels[unit]
-    before = channel.state.read("e", unit.name)
+    before = beside(channel.state.read("e", unit.name), x)
     mean = exchange.reduce(unit, torch.zeros_like(x) if before is None else -before, exact)
     charged = channel.state.read("e", unit.name)
     if before is not None:

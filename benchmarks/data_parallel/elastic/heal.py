@@ -40,7 +40,7 @@ def trained(width: int, steps: int) -> dict[str, Any]:
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     data, g = text()[0], torch.Generator().manual_seed(0)
     for _ in range(steps):
-        x, y = batch(data, g)
+        x, y = batch(data, g, 64)
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()

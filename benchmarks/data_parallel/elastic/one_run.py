@@ -4,8 +4,8 @@
     python benchmarks/data_parallel/elastic/one_run.py --steps 60 --deaths 1
     python benchmarks/data_parallel/elastic/one_run.py --method local         # or torchft, or a preset; --deaths 0
 
-A model of a million parameters predicts the next byte of this project's documentation. A run ends when as many batches
-have counted as four members make in `--steps` steps. Printed as one line of JSON: the longest time between two steps
+A model of a million parameters predicts the next byte of this project's documentation. A run ends when `--steps` steps
+have counted, or as many rounds of ten local steps. Whoever is there, a step has the same samples. Printed as one line of JSON: the longest time between two steps
 that counted (from the first one with all four on), in how many steps weights differed between members (0 is right),
 held-out loss, deaths, steps that did not count, residuals that were lost with the dead (their norm beside that of a
 survivor), batches that were lost, and the bytes that crossed the members' links.
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from member import Life, train, warm_up
+from member import PRELOAD, Life, train, warm_up
 
 import thinwire as tw
 from thinwire.lab import Network
@@ -70,9 +70,10 @@ def live(home: Path, options: dict[str, Any], host: str, lighthouse: str, name: 
     """One life of a member; the first one at the end says so."""
 
     def ended(one: Life) -> bool:
-        return one.done >= one.total or (home / "finished").exists()  # who comes after the end does not begin anew
+        done = one.steps >= options["steps"]
+        return done or (home / "finished").exists()  # who comes after the end does not begin anew
 
-    loss = train(home / f"{name}.{life}", options, host, lighthouse, name, life, ended)
+    loss = train(home / f"{name}.{life}", options, host, lighthouse, name, ended)
     (home / f"finished.{name}").write_text(json.dumps({"loss": loss}))
     os.replace(home / f"finished.{name}", home / "finished")
 
@@ -136,7 +137,7 @@ def measure(options: dict[str, Any], rate: str, timeout: float, notes: Path | No
         notes.mkdir(parents=True)
     with (
         tempfile.TemporaryDirectory() if notes is None else nullcontext(str(notes)) as folder,
-        Network(hosts=options["members"] + 1, rate=rate, patience=60, end_dead=False) as net,
+        Network(hosts=options["members"] + 1, rate=rate, preload=PRELOAD, patience=60, end_dead=False) as net,
     ):
         addresses = [str(host.address) for host in net.hosts]
         results = net.run(keep, folder, options, addresses, timeout=timeout, echo=False)

@@ -74,8 +74,9 @@ def live(home: Path, options: dict[str, Any], host: str, lighthouse: str, name: 
         return done or (home / "finished").exists()  # who comes after the end does not begin anew
 
     loss = train(home / f"{name}.{life}", options, host, lighthouse, name, ended)
-    (home / f"finished.{name}").write_text(json.dumps({"loss": loss}))
-    os.replace(home / f"finished.{name}", home / "finished")
+    if not (home / "finished").exists():  # who came after the end has not trained
+        (home / f"finished.{name}").write_text(json.dumps({"loss": loss}))
+        os.replace(home / f"finished.{name}", home / "finished")
 
 
 def _watch(home: Path, notes: str, process: int, deaths: list[int], chance: random.Random) -> bool:

@@ -5,10 +5,10 @@
     python benchmarks/data_parallel/elastic/one_run.py --method local         # or torchft, or a preset; --deaths 0
 
 A model of a million parameters predicts the next byte of this project's documentation. A run ends when `--steps` steps
-have counted, or as many rounds of ten local steps. Whoever is there, a step has the same samples. Printed as one line of JSON: the longest time between two steps
-that counted (from the first one with all four on), in how many steps weights differed between members (0 is right),
-held-out loss, deaths, steps that did not count, residuals that were lost with the dead (their norm beside that of a
-survivor), batches that were lost, and the bytes that crossed the members' links.
+have counted, or as many rounds of ten local steps. Whoever is there, a step has the same samples. Printed as one line
+of JSON: the longest time between two steps that counted (from the first one with all four on), in how many steps
+weights differed between members (0 is right), held-out loss, deaths, steps that did not count, residuals that were lost
+with the dead (their norm beside that of a survivor), and the bytes that crossed the members' links.
 """
 
 from __future__ import annotations

@@ -30,11 +30,6 @@ def check_elastic(config: TrainConfig) -> None:
                 f"{what}: not with [run] elastic, where a member is one rank or a pipeline on Gloo, with AdamW "
                 "(docs/elastic.md)"
             )
-    if config.optim.batch % unit(config):
-        raise UsageError(
-            f"[optim] batch = {config.optim.batch}: with [run] elastic and pp > 1 a multiple of accumulate × "
-            f"microbatches = {unit(config)}"
-        )
     if config.run.min_replicas > config.optim.batch:
         raise UsageError(
             f"[run] min_replicas = {config.run.min_replicas}: more than [optim] batch = {config.optim.batch}"

@@ -53,7 +53,7 @@ def join(config: TrainConfig, lighthouse: str | None, host: str, name: str, resu
     rank = int(os.environ.get("RANK", 0)) if config.mesh.pp > 1 else 0
     begun = Lighthouse(host, PORT, lost_seconds=LOST_SECONDS) if lighthouse is None and rank == 0 else nullcontext()
     with begun as started:
-        address = lighthouse or getattr(started, "address", "")  # the manager of the first rank alone goes there
+        address = lighthouse or ("" if started is None else started.address)  # the first rank's alone is asked for
         if started is not None:
             _say(f"members meet at {address}: others join with --lighthouse {address}")
         try:
@@ -71,6 +71,8 @@ def _train(config: TrainConfig, lighthouse: str, host: str, name: str, resume: b
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
     try:
         _fit(config, checked, lighthouse, host, name, resume, show)
+    except RunFailed:
+        raise
     except RuntimeError as error:
         if not is_broken_connection(error):
             raise

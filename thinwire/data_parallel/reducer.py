@@ -61,8 +61,7 @@ class Reducer:
     scale: gives the loss scale of a pass (a GradScaler's get_scale), so that residuals are kept in the gradient's unit.
     shard_group: ranks that reduce other parts of the same parameters in the same passes, as the shards of a model do;
     a step counts on all of them or on none.
-    agrees: False: whoever uses it asks all ranks whether a step counts, between `exchanged` and `settle`.
-    name: by which a newcomer of a quorum is told about it; two reducers of one quorum have different ones.
+    agrees: False: its user asks all ranks whether a step counts, between `exchanged` and `settle`. name: in its quorum.
 
     UsageError where an argument is not allowed, nothing is to be reduced, or ranks differ in configuration.
     """

@@ -1,4 +1,4 @@
-"""Does a refactoring cost time? Two checkouts side by side: their steps in turn, in many short blocks, on the same cores.
+"""Does a refactoring cost time? Two checkouts' steps in turn, in many short blocks, on the same cores.
 
     python benchmarks/refactor/same_speed.py BEFORE AFTER --kind ddp --cores 8-9 --seconds 60
     python benchmarks/refactor/same_speed.py BEFORE AFTER --kind train --cores 8-11 --seconds 60
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 RANKS = {"ddp": 2, "train": 4}
@@ -112,10 +113,10 @@ class Version:
         for number in range(RANKS[kind]):
             world = {"RANK": number, "WORLD_SIZE": RANKS[kind], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             env = os.environ | {key: str(value) for key, value in world.items()}
-            core = cores[number % len(cores)]
+            pin = partial(os.sched_setaffinity, 0, [cores[number % len(cores)]])
             self.ranks.append(subprocess.Popen(
                 [sys.executable, __file__, "--rank", kind, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                text=True, preexec_fn=lambda core=core: os.sched_setaffinity(0, [core]),
+                text=True, preexec_fn=pin,
                 env=env | {"PYTHONPATH": str(place), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             ))  # fmt: skip
         for one in self.ranks:

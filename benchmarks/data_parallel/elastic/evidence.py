@@ -57,7 +57,7 @@ def runs(quick: bool, faults: int) -> Iterator[Run]:
             for seed in range(1 if quick else faults):
                 chosen = "local" if seed % 4 == 3 else "max"
                 words = ("faults.py", "--seed", str(seed), "--method", chosen, "--seconds", "10" if quick else "45")
-                yield Run(f"faults-{seed}", "faults", words, 0.5, 200)
+                yield Run(f"faults-{seed}", "faults", words, 0.25, 200)
         for seed in seeds:
             for number in (deaths, 0):
                 name = f"{method}-{steps}-{number}-{seed}"

@@ -34,7 +34,7 @@ from thinwire.errors import RunFailed, UsageError
 from thinwire.lab import Network
 
 PORT, MEMBERS, MORE = 29610, 3, 20
-OPTIONS = {"members": MEMBERS, "steps": 500, "width": 16, "min_members": 2, "timeout": 5, "patience": 20}
+OPTIONS = {"members": MEMBERS, "steps": 500, "width": 16, "min_members": 2, "timeout": 5, "patience": 20, "rest": 0.05}
 LONGEST = 10.0  # seconds of a freeze or a cut
 QUIET = 3.0  # seconds between two events, on the average
 

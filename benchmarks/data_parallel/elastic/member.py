@@ -78,7 +78,8 @@ def generator(*about: int) -> torch.Generator:
 class Life:
     """A model, its optimiser, and its place among the members; `step` makes one step or round.
 
-    options: seed, method, members, steps, width, min_members, timeout, patience. data: to train on.
+    options: seed, method, members, steps, width, min_members, timeout, patience; rest: seconds before every step or
+    round, 0 where it is not given. data: to train on.
 
     The samples of a step follow from its number, and are dealt to those who are there, so that runs with and without
     deaths train on the same ones. Those of an inner step follow from the round and the site's place in the last one.
@@ -158,6 +159,7 @@ class Life:
         """One step, or one round of local steps: did it count?"""
         for group in self.optimizer.param_groups:
             group["lr"] = RATE * max(0.02, 1 - self.steps / self.options["steps"])
+        time.sleep(self.options.get("rest", 0.0))
         if self.local is not None:
             return self._round()
         if self.method == "torchft":

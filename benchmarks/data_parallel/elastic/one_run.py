@@ -44,7 +44,7 @@ def keep(folder: str, options: dict[str, Any], addresses: list[str]) -> int:
     rank, home = int(os.environ["RANK"]), Path(folder)
     warm_up()
     if rank == 0:
-        with tw.elastic.Lighthouse(addresses[0], PORT, min_members=2, lost_seconds=1.0):
+        with tw.elastic.Lighthouse(addresses[0], PORT, min_members=2, lost_seconds=1.0, join_seconds=5.0):
             while not (home / "finished").exists():
                 time.sleep(0.1)
             time.sleep(2)

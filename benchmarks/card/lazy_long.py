@@ -150,7 +150,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="out/lazy")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--codecs", default="rank 16", help="of lazy_error.py: rank 16, 3 bits")
+    parser.add_argument("--codecs", default="rank 16", help="such as rank 16,rank 4,3 bits")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parallel", type=int, default=9)
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
@@ -160,10 +161,10 @@ def main() -> None:
     path = Path(args.out) / "long.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not args.table:
-        size, steps, seeds = (QUICK, 4, 2) if args.quick else (SIZE, args.steps, SEEDS)
+        size, steps, seeds = (QUICK, 4, 2) if args.quick else (SIZE, args.steps, args.seeds)
         done = {(row["codec"], row["kind"], row["seed"]) for row in read(path)}
-        jobs = [("", "exact", s) for s in range(seeds)]
-        jobs += [(codec, kind, s) for codec in args.codecs.split(",") for s in range(seeds) for kind in KINDS[1:]]
+        coded = [(codec, kind) for codec in args.codecs.split(",") for kind in KINDS[1:]]
+        jobs = [(codec, kind, s) for s in range(seeds) for codec, kind in [("", "exact"), *coded]]
         context = multiprocessing.get_context("spawn")
         card = shared_card(args.device) if args.device == "cuda" else nullcontext()
         with card, ProcessPoolExecutor(args.parallel, mp_context=context) as pool:

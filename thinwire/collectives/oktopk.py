@@ -143,20 +143,34 @@ class OkTopk(Collective):
             state["bounds"] = torch.tensor(region_bounds(n, size), device=index.device)
             state["shift"] = torch.tensor(0)
             return
-        bins = min(INDEX_BINS, n)
-        counts = all_reduce(torch.bincount(index * bins // n, minlength=bins).int(), group).double()
-        load = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-        wanted = load[-1] * torch.arange(1, size, device=load.device) / size
-        place = torch.searchsorted(load, wanted).clamp(1, bins)
-        share = (wanted - load[place - 1]) / (load[place] - load[place - 1]).clamp(min=1e-30)
-        inner = (((place - 1) + share.clamp(0, 1)) * n / bins).long()
-        ends = torch.tensor([0, n], device=inner.device)
-        bounds = torch.cat((ends[:1], inner, ends[1:])).cummax(0).values
-        state["bounds"] = bounds
-        held = torch.searchsorted(index, bounds).diff()
-        matrix = torch.stack(gather(held, group)).tolist()  # [member][region]
-        home = [sum(matrix[(j + s) % size][j] for j in range(size)) for s in range(size)]
-        state["shift"] = torch.tensor(max(range(size), key=home.__getitem__))
+        counts = all_reduce(index_histogram(index, n), group)
+        state["bounds"] = equal_load(counts, n, size)
+        held = torch.searchsorted(index, state["bounds"]).diff()
+        state["shift"] = torch.tensor(home_shift(torch.stack(gather(held, group)).tolist()))
+
+
+def index_histogram(index: Tensor, n: int) -> Tensor:
+    """int32[bins]: where in n values these entries lie."""
+    bins = min(INDEX_BINS, n)
+    return torch.bincount(index * bins // n, minlength=bins).int()
+
+
+def equal_load(counts: Tensor, n: int, size: int) -> Tensor:
+    """int64[size + 1]: boundaries of regions of n values with equally many entries. counts: their histogram."""
+    bins, load = counts.numel(), torch.cat((counts.new_zeros(1).double(), counts.double().cumsum(0)))
+    wanted = load[-1] * torch.arange(1, size, device=load.device) / size
+    place = torch.searchsorted(load, wanted).clamp(1, bins)
+    share = (wanted - load[place - 1]) / (load[place] - load[place - 1]).clamp(min=1e-30)
+    inner = (((place - 1) + share.clamp(0, 1)) * n / bins).long()
+    ends = torch.tensor([0, n], device=inner.device)
+    return torch.cat((ends[:1], inner, ends[1:])).cummax(0).values
+
+
+def home_shift(held: list[list[int]]) -> int:
+    """The shift of regions to owners that keeps most entries where they are. held: [member][region], how many."""
+    size = len(held)
+    home = [sum(held[(j + s) % size][j] for j in range(size)) for s in range(size)]
+    return max(range(size), key=home.__getitem__)
 
 
 def _passed(sent: Picked, index: Tensor, n: int) -> Tensor:

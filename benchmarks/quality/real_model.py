@@ -77,7 +77,15 @@ def held_out(args: argparse.Namespace, wire: str, seed: int, rate: float) -> lis
     if not (folder / "done").exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "given.toml").write_text(toml(document(args, wire, seed, rate, folder / "run")))
-        words = [sys.executable, "-m", "thinwire", "train", str(folder / "given.toml"), "--local", str(args.mesh[0] * args.mesh[1])]
+        words = [
+            sys.executable,
+            "-m",
+            "thinwire",
+            "train",
+            str(folder / "given.toml"),
+            "--local",
+            str(args.mesh[0] * args.mesh[1]),
+        ]
         subprocess.run(["rm", "-rf", str(folder / "run")], check=True)
         with (folder / "log").open("w") as log:
             subprocess.run(words, stdout=log, stderr=log, check=True)

@@ -49,8 +49,8 @@ def one(name: str, group: str, cores: float, seconds: float, **options: object) 
     return Run(name, group, ("one_run.py", *words, "--timeout", str(seconds)), cores, seconds)
 
 
-def runs(quick: bool, faults: int, each: int) -> Iterator[Run]:
-    """each: cores of a run with compression. One of torchft alone waits for the link most of the time."""
+def runs(quick: bool, faults: str, each: int) -> Iterator[Run]:
+    """faults: first and last seed of such runs. each: cores of a run with compression. One of torchft alone waits for the link most of the time."""
     seeds = SEEDS[:1] if quick else SEEDS
     size: dict[str, object] = {"width": 50} if quick else {}
     steps, deaths = (20, 1) if quick else (500, 10)
@@ -63,7 +63,8 @@ def runs(quick: bool, faults: int, each: int) -> Iterator[Run]:
         name = f"{method}-{steps}-{number}-{seed}-beside"
         cores = each if method == "max" else 0.34
         yield one(name, "torchft", cores, 580, method=method, steps=steps, deaths=number, seed=seed, **size)
-    for seed in range(1 if quick else faults):
+    first, last = (int(seed) for seed in faults.split("-"))
+    for seed in range(first, first + 1 if quick else last + 1):
         chosen = "local" if seed % 4 == 3 else "max"
         words = ("faults.py", "--seed", str(seed), "--method", chosen, "--seconds", "10" if quick else "45")
         yield Run(f"faults-{seed}", "faults", words, 0.25, 200)
@@ -199,7 +200,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
     parser.add_argument("--end", type=float, default=1e9, help="seconds after which runs are ended")
     parser.add_argument("--only", default=",".join(GROUPS), help="groups, with commas")
-    parser.add_argument("--faults", type=int, default=100, help="runs with faults")
+    parser.add_argument("--faults", default="0-99", help="first and last seed of the runs with faults")
     parser.add_argument("--torchft", type=Path, help="a folder with torchft, unpacked")
     parser.add_argument("--quick", action="store_true", help="a small form of everything")
     parser.add_argument("--summary", action="store_true", help="only of what is there")

@@ -50,7 +50,8 @@ def one(name: str, group: str, cores: float, seconds: float, **options: object) 
 
 
 def runs(quick: bool, faults: str, each: int) -> Iterator[Run]:
-    """faults: first and last seed of such runs. each: cores of a run with compression. One of torchft alone waits for the link most of the time."""
+    """faults: first and last seed of such runs. each: cores of a run with compression; one of torchft alone waits for
+    the link most of the time."""
     seeds = SEEDS[:1] if quick else SEEDS
     size: dict[str, object] = {"width": 50} if quick else {}
     steps, deaths = (20, 1) if quick else (500, 10)

@@ -211,7 +211,7 @@ def _exchange(
         units = (exchange.reduce_steps(unit, x) for unit, x in zip(exchange.units, values))
         with losses.round():
             began = time.perf_counter()
-            finish_together(units, MOST_IN_FLIGHT if device.type == "cpu" else 0)
+            finish_together(units, MOST_IN_FLIGHT.get(device.type, 0))
             took += elapsed(began, device)
         exchange.rollback()
     return (exchange.sent - before) / ROUNDS, slowest(took / ROUNDS, group, device)

@@ -89,8 +89,11 @@ class AllAtOnce:
     def sent(self) -> list[float]:
         """Bytes of entries per worker so far; counts and histograms, some 1.7 kB per step, are left out."""
         total = [self.exact_bytes] * self.size
-        for selected, held, shift in self.counts:
-            for worker, nbytes in enumerate(sent_of(selected.tolist(), held.tolist(), shift)):
+        if not self.counts:
+            return total
+        selected, held = (torch.stack(found).tolist() for found in list(zip(*self.counts))[:2])  # one wait each
+        for chosen, passed, (_, _, shift) in zip(selected, held, self.counts):
+            for worker, nbytes in enumerate(sent_of(chosen, passed, shift)):
                 total[worker] += nbytes
         return total
 

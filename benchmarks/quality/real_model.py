@@ -4,7 +4,8 @@
         [--epochs 2] [--mesh 1x4] [--device cuda] [--parallel 3] [--out out/real] [--quick]
 
 dp 1 × pp 4 (or --mesh) on hosts of the lab without a limit, batch 16, samples of 256 tokens, a tenth held out. A seed
-is that of the order of samples, the same for all wires. Runs that are done already are not done again: call it again to go on.
+is that of the order of samples, the same for all wires. Runs that are done already are not done again: call it again
+to go on.
 --quick trains a tiny random model on Python's library instead, to see that it works.
 """
 

@@ -9,7 +9,7 @@ schedule runs, and a link with `Identity` gives the same bits as the plain stage
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,16 @@ from thinwire.pipeline.step_plan import StepPlan
 from thinwire.torch_private.pipelining import GRADIENT_FOR_ALL
 
 
+class Progress(Protocol):
+    """Who is told how far the stages of a rank are."""
+
+    def computation_begins(self) -> None:
+        """Of a micro-batch, forward or backward, on any of the stages."""
+
+    def stage_ends(self, stage: int) -> None:
+        """All weight gradients of the stage are there."""
+
+
 class FramedStage(PlannedStage):
     """A stage that sends and receives frames; its arguments are CompressedStage's."""
 
@@ -33,6 +43,8 @@ class FramedStage(PlannedStage):
         super().__init__(*args, **kwargs)
         self._receives: dict[tuple[str, int], list[Receive]] = {}
         self._sent: dict[int, list[tuple[Spec, bool]]] = {}  # outputs by micro-batch, and whether they get gradients
+        self._weighed = 0  # micro-batches of the step whose weight gradients are there
+        self.progress: Progress | None = None  # told how far this stage is
 
     # --- what torch asks for
 
@@ -50,6 +62,7 @@ class FramedStage(PlannedStage):
             self.give_up_buffers()
         self._receives.clear()
         self._sent.clear()
+        self._weighed = 0
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._framed_sends(super().get_fwd_send_ops(fwd_chunk_id), "forward", fwd_chunk_id)
@@ -71,6 +84,7 @@ class FramedStage(PlannedStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, *more: Any, **kwargs: Any) -> Any:
         self._current = fwd_chunk_id
+        self._begin()
         tensors = self._decoded("forward", fwd_chunk_id)
         if tensors is not None:
             self.set_local_fwd_input(tuple(tensors), fwd_chunk_id)
@@ -88,6 +102,7 @@ class FramedStage(PlannedStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._current = bwd_chunk_id
+        self._begin()
         gradients = self._decoded("backward", bwd_chunk_id)
         if gradients is not None:
             remaining = iter(gradients)
@@ -95,7 +110,26 @@ class FramedStage(PlannedStage):
             self.set_local_bwd_input(tuple(per_output), bwd_chunk_id)
         if self.owner is not None:
             self.owner.backward_began()
-        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if kwargs.get("full_backward", True):
+            self._weigh()
+        return result
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._begin()
+        result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._weigh()
+        return result
+
+    def _begin(self) -> None:
+        if self.progress is not None:
+            self.progress.computation_begins()
+
+    def _weigh(self) -> None:
+        """The weight gradients of one more micro-batch are there."""
+        self._weighed += 1
+        if self.progress is not None and self._weighed == self.microbatches:
+            self.progress.stage_ends(self.stage_index)
 
     # --- frames
 

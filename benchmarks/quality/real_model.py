@@ -128,8 +128,9 @@ def main() -> None:
     rows = []
     for wire, rate in [(wire, first) for wire in wires] + [("off", rate) for rate in others]:
         last = [losses[wire, seed, rate][-1] for seed in seeds]
-        worse = [100 * (losses[wire, seed, rate][-1] / losses["off", seed, first][-1] - 1) for seed in seeds]
-        rows.append([wire, f"{rate:g}", f"{statistics.fmean(last):.4f}", interval(worse)])
+        plain = [losses["off", seed, first][-1] for seed in seeds if ("off", seed, first) in losses]
+        worse = [100 * (one / exact - 1) for one, exact in zip(last, plain)]
+        rows.append([wire, f"{rate:g}", f"{statistics.fmean(last):.4f}", interval(worse) if worse else ""])
     table("Held-out loss at the end", ("wire", "rate", "mean", f"% over off, {len(seeds)} paired seeds"), rows)
 
 

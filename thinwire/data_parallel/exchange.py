@@ -166,8 +166,8 @@ class Exchange:
             self.later.check_finite(unit.name, mean, channel.state.read("e", unit.name))
             return mean
         if residual is not None:
-            x = x + residual
-            channel.state.write("e", unit.name, torch.zeros_like(residual))
+            x = x + residual.to(x.device)
+            channel.state.write("e", unit.name, torch.zeros_like(x))
         mean = yield from exact_mean_steps(x, group)
         if mean.is_cuda:  # elsewhere it has been looked at
             self.later.check_finite(unit.name, mean)

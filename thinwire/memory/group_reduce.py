@@ -37,6 +37,11 @@ class Averaging(Protocol):
         """The exact mean of x over the group."""
 
 
+def beside(value: Tensor | None, x: Tensor) -> Tensor | None:
+    """A remembered value where x is: one that was loaded from a checkpoint is in host memory."""
+    return None if value is None else value.to(x.device)
+
+
 def reduce_by_rule(
     collective: Averaging, state: KeyedState, key: Key, x: Tensor, group: Any, *, collective_state: State, step: int,
     seed: int,
@@ -49,7 +54,7 @@ def reduce_by_rule(
     """
     memory = state.memory
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    e, h = state.residual(key, x.shape), state.shift(key, x)
+    e, h = beside(state.residual(key, x.shape), x), beside(state.shift(key, x), x)
     u = memory.outgoing(x, e, h)
     given: Any = {"state": collective_state, "key": key, "step": step, "seed": seed}
     if h is None and memory.beta is None and hasattr(collective, "mean_steps"):
@@ -60,7 +65,7 @@ def reduce_by_rule(
         mean, own = yield from collective.steps(u, group, **given)
     else:
         mean, own = collective.exchange(u, group, **given)
-    center = state.read("m", key) if memory.mirrored else None
+    center = beside(state.read("m", key), x) if memory.mirrored else None
     if h is not None and not memory.mirrored:
         center = collective.mean(h, group)  # of fixed shifts
     if memory.beta is not None:

@@ -29,6 +29,7 @@ from gpu_quality import STAGES, Model, Size, held_out_loss, library, loss_of
 from lazy_error import Boundary, links
 from torch import Tensor
 
+from thinwire.memory.deferred import fetch
 from thinwire.quantities import half_interval
 
 SIZE, QUICK = Size(8, 256, 8, 256), Size(4, 32, 2, 32)
@@ -81,7 +82,7 @@ def train(job: Job, size: Size, steps: int, device: str, deadline: float) -> dic
     model = Model(size).to(device)
     made = [] if kind == "exact" else [Watched(links(codec)[kind], i) for i in range(STAGES - 1)]
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=device == "cuda")
-    rows, g = max(1, TOKENS // size.length) if size is SIZE else 4, torch.Generator().manual_seed(100 + seed)
+    rows, g = max(1, TOKENS // size.length) if size == SIZE else 4, torch.Generator().manual_seed(100 + seed)
     losses, diagnostic = [], []
     for step in range(steps):
         for group in optimiser.param_groups:
@@ -94,6 +95,7 @@ def train(job: Job, size: Size, steps: int, device: str, deadline: float) -> dic
         for at in torch.randint(len(data), (MICROBATCHES * rows,), generator=g).to(device).split(rows):
             (loss_of(model, data[at], made) / MICROBATCHES).backward()  # type: ignore[arg-type]
         optimiser.step()
+        fetch(channel.deferred for boundary in made for lane in boundary.lanes for _, channel in lane.channels())
         for boundary in made:
             boundary.end()
         if noted:

@@ -87,7 +87,7 @@ def _variant(name: str) -> Iterator[None]:
 
     patches = {
         "receives late": mock.patch.object(Exchange, "_join", joined),
-        "one unit at a time": mock.patch.object(gradient_pass, "MOST_IN_FLIGHT", 0),
+        "one unit at a time": mock.patch.dict(gradient_pass.MOST_IN_FLIGHT, {"cpu": 0}),
         "no checksums": mock.patch.object(messages, "_note_all", lambda *_: None),
     }
     with patches.get(name, nullcontext()):

@@ -39,7 +39,7 @@ from oktopk_train import Run, train
 
 SPAWN = multiprocessing.get_context("spawn")
 LENGTHS = {
-    "vgg": (4, 12, 60),
+    "vgg": (4, 10, 40),
     "llama": (0.2, 0.6, 6),
     "an4": (10, 20, 80),
     "an4-small": (10, 20, 80),
@@ -66,11 +66,11 @@ def plan(options: argparse.Namespace) -> list[Run]:
     rest = [method for method in first if method not in CORE]
     runs = [*full("vgg", (0,), first), *full("llama", (0,), first)]
     runs += [*full("vgg", (1, 2), CORE), *full("llama", (1, 2), CORE), *full("an4", (0,), first)]
-    runs += [*lengths("vgg", slice(2)), *lengths("llama", slice(2)), *full("an4", (1, 2), CORE)]
-    runs += [*full("vgg", (0,), VARIANTS), *full("llama", (0,), (*VARIANTS, *LOW_RANK)), *full("vgg", (0,), CORE, 16)]
-    runs += [*full("vgg", (1, 2), rest), *full("llama", (1, 2), rest)]
-    runs += [*full("vgg", (0,), CORE, rate=0.5), *full("llama", (0,), CORE, rate=0.5), *lengths("an4", slice(2))]
-    runs += [*lengths("vgg", slice(2, 3)), *lengths("llama", slice(2, 3)), *lengths("an4", slice(2, 3))]
+    runs += [*lengths("vgg", slice(3)), *lengths("llama", slice(2)), *full("an4", (1, 2), CORE)]
+    runs += [*full("vgg", (0,), VARIANTS), *full("llama", (0,), (*VARIANTS, *LOW_RANK)), *lengths("an4", slice(2))]
+    runs += [*full("vgg", (1, 2), rest), *full("llama", (1, 2), rest), *full("vgg", (0,), CORE, 16)]
+    runs += [*full("vgg", (0,), CORE, rate=0.5), *full("llama", (0,), CORE, rate=0.5)]
+    runs += [*lengths("llama", slice(2, 3)), *lengths("an4", slice(2, 3))]
     runs += [*full("an4-small", (0,), METHODS), *full("an4-small", (1, 2), CORE), *lengths("an4-small", slice(2))]
     return [
         run for run in runs

@@ -75,8 +75,11 @@ METHODS = {
         Method("Rand-DIANA 4 bits", stochastic, lambda: RandDiana(REFRESH), exact_dims=1),
         Method("Ok-Topk 2 % warm", published(0.02), warm=True),
         Method("Ok-Topk 1 % predicted", lambda: OkTopk(0.01, tau_prime=TAU_PRIME)),
-        low_rank("rank 4", 4), low_rank("rank 16", 16), low_rank("rank 64", 64),
-        low_rank("rank 16, 4 of 6 layers", 16, 4), low_rank("rank 16, 2 of 6 layers", 16, 2),
+        low_rank("rank 4", 4),
+        low_rank("rank 16", 16),
+        low_rank("rank 64", 64),
+        low_rank("rank 16, 4 of 6 layers", 16, 4),
+        low_rank("rank 16, 2 of 6 layers", 16, 2),
     )
 }
 CORE = ("dense", "Ok-Topk 1 %", "Ok-Topk 2 %", "4 bits")  # on which claims are made

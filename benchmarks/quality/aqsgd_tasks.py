@@ -68,7 +68,7 @@ TASKS = {
         (5e-5, 1e-4, 2e-4), 8, FOUR, THREE, {},
     ),
     "cola": Task(
-        "classify", {**SENTENCES, "seq_len": 32}, {"batch": 32, "epochs": 3, "warmup": 40}, (3e-5, 6e-5, 1.2e-4), 8,
+        "classify", {**SENTENCES, "seq_len": 32}, {"batch": 32, "epochs": 3, "warmup": 40}, (1.5e-5, 3e-5, 6e-5), 8,
         FOUR, THREE, {},
     ),
     "wikitext": Task(

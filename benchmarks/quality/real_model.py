@@ -77,7 +77,15 @@ def held_out(args: argparse.Namespace, wire: str, seed: int, rate: float) -> lis
     if not (folder / "done").exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "given.toml").write_text(toml(document(args, wire, seed, rate, folder / "run")))
-        words = [sys.executable, "-m", "thinwire", "train", str(folder / "given.toml"), "--local", str(args.mesh[0] * args.mesh[1])]
+        words = [
+            sys.executable,
+            "-m",
+            "thinwire",
+            "train",
+            str(folder / "given.toml"),
+            "--local",
+            str(args.mesh[0] * args.mesh[1]),
+        ]
         subprocess.run(["rm", "-rf", str(folder / "run")], check=True)
         with (folder / "log").open("w") as log:
             subprocess.run(words, stdout=log, stderr=log, check=True)
@@ -120,8 +128,9 @@ def main() -> None:
     rows = []
     for wire, rate in [(wire, first) for wire in wires] + [("off", rate) for rate in others]:
         last = [losses[wire, seed, rate][-1] for seed in seeds]
-        worse = [100 * (losses[wire, seed, rate][-1] / losses["off", seed, first][-1] - 1) for seed in seeds]
-        rows.append([wire, f"{rate:g}", f"{statistics.fmean(last):.4f}", interval(worse)])
+        plain = [losses["off", seed, first][-1] for seed in seeds if ("off", seed, first) in losses]
+        worse = [100 * (one / exact - 1) for one, exact in zip(last, plain)]
+        rows.append([wire, f"{rate:g}", f"{statistics.fmean(last):.4f}", interval(worse) if worse else ""])
     table("Held-out loss at the end", ("wire", "rate", "mean", f"% over off, {len(seeds)} paired seeds"), rows)
 
 

@@ -47,6 +47,9 @@ class OkTopk(Collective):
     7. swap: everybody's share to everybody; mean = sum/P
     own = this member's entries that passed globally, as they were sent, plus what coding did to the sums it owns.
 
+    On a card the host waits twice: for the counts of step 3 and of step 5 (more often where regions are cut or the
+    prediction missed). Where a message was damaged the mean is NaN there.
+
     `scope="model"`: k is the whole model's. Every unit is exchanged on its own, as early as it is there;
     `finish_step`, once per step, shares k out anew so that all units come to the same threshold. Without `finish_step`
     every unit keeps its own k.
@@ -104,7 +107,7 @@ class OkTopk(Collective):
         reused = None if self.thresholds == "predicted" else Reused(self.thresholds == "nudged")
         again = age % self.tau_prime == 0
         picked = thresholds.pick(flat, k, state) if reused is None else reused.pick(flat, k, state, again)
-        if float(state["seen_l"][0]) <= thresholds.SMALLEST:  # fewer than k may not be zero
+        if "seen_l" in state and float(state["seen_l"][0]) <= thresholds.SMALLEST:  # fewer than k may not be zero
             keep = torch.nonzero(picked[1]).reshape(-1)
             picked = picked[0][keep], picked[1][keep]
         # 2. regions and their owners
@@ -124,6 +127,8 @@ class OkTopk(Collective):
         if not code.is_exact:  # what coding did to the sums it owns
             select.scatter_add(own, owned[0], mean[owned[0]] * (size / unit) - sums)
         own = own if unit == 1 else own * unit
+        if thresholds.is_on_card(mean):  # the caller looks whether it is finite, and waits then
+            mean.masked_fill_(~code.all_good(), float("nan"))
         code.raise_if_damaged()
         state["selected"] = torch.tensor([picked[0].numel(), passed.numel()])  # locally, globally
         state["age"] = torch.tensor(age + 1)
@@ -140,12 +145,13 @@ class OkTopk(Collective):
         """Step 2: boundaries of equal pooled load, and the shift that keeps most entries at home."""
         size, _ = world(group)
         if not self.repartition:
-            state["bounds"] = torch.tensor(region_bounds(n, size), device=index.device)
+            state["bounds"] = torch.tensor(region_bounds(n, size))
             state["shift"] = torch.tensor(0)
             return
         counts = all_reduce(index_histogram(index, n), group)
-        state["bounds"] = equal_load(counts, n, size)
-        held = torch.searchsorted(index, state["bounds"]).diff()
+        bounds = equal_load(counts, n, size)
+        state["bounds"] = bounds.cpu()
+        held = torch.searchsorted(index, bounds).diff()
         state["shift"] = torch.tensor(home_shift(torch.stack(gather(held, group)).tolist()))
 
 

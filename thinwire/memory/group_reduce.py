@@ -30,7 +30,8 @@ class Averaging(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """(the mean of u over the group, this member's own part of it)."""
 
-    # A collective may also have `steps`, which does the same and stops where it would wait (thinwire/steps.py).
+    # A collective may also have `steps`, which does the same and stops where it would wait (thinwire/steps.py), and
+    # `mean_steps`, which gives the mean alone, or None where that is no cheaper.
 
     def mean(self, x: Tensor, group: Any = None) -> Tensor:
         """The exact mean of x over the group."""
@@ -56,6 +57,10 @@ def reduce_by_rule(
     e, h = beside(state.residual(key, x.shape), x), beside(state.shift(key, x), x)
     u = memory.outgoing(x, e, h)
     given: Any = {"state": collective_state, "key": key, "step": step, "seed": seed}
+    if h is None and memory.beta is None and hasattr(collective, "mean_steps"):
+        alone = collective.mean_steps(u, group)
+        if alone is not None:
+            return (yield from alone)
     if hasattr(collective, "steps"):
         mean, own = yield from collective.steps(u, group, **given)
     else:

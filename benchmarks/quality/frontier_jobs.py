@@ -32,7 +32,7 @@ OUTER: dict[str, tuple[float, ...]] = {  # rates of the outer optimiser that are
 }  # fmt: skip
 TUNED: dict[str, tuple[float, float | None]] = {  # (inner, outer rate)
     "fp32 per step": (2e-3, None), "4 bits per step": (2e-3, None), "large batch": (4e-3, None),
-    "LocalSGD": (2e-3, 1.0), "DiLoCo": (2e-3, 0.7), "Streaming DiLoCo": (2e-3, 0.7), "SparseLoCo": (2e-3, 1.0),
+    "LocalSGD": (2e-3, 1.0), "DiLoCo": (2e-3, 0.7), "Streaming DiLoCo": (2e-3, 0.7), "SparseLoCo": (2e-3, 2.0),
     OURS: (2e-3, 1.0),
 }  # fmt: skip
 ORDER = list(TUNED)

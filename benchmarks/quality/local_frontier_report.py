@@ -197,7 +197,7 @@ def _said(seconds: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder of frontier.jsonl")
+    parser.add_argument("out", type=Path, help="folder of frontier.jsonl, or such a file")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--tuned", action="store_true", help="what the tuning found")
     parser.add_argument("--figure", type=Path)
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--times", type=float, metavar="SECONDS", nargs="?", const=0.0, help=said)
     parser.add_argument("--tolerance", type=float, default=1.0, help="percent over fp32's loss, for --times")
     options = parser.parse_args()
-    rows = done(options.out / "frontier.jsonl")
+    rows = done(options.out / "frontier.jsonl" if options.out.is_dir() else options.out)
     if options.tuned:
         print("\n".join(tuned(rows)))
     if options.table:

@@ -9,6 +9,7 @@ schedule runs, and a link with `Identity` gives the same bits as the plain stage
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from thinwire.collectives.groups import explicit
 from thinwire.errors import UsageError
 from thinwire.pipeline.early_receives import Receive, empty_receives, start_receive
-from thinwire.pipeline.lane import Lane, is_refusal
+from thinwire.pipeline.lane import REFUSED, Lane
 from thinwire.pipeline.overlap import AHEAD, Transport
 from thinwire.pipeline.planned_stage import PlannedStage
 from thinwire.pipeline.shapes import Spec, outputs_of
@@ -33,6 +34,7 @@ class FramedStage(PlannedStage):
         super().__init__(*args, **kwargs)
         self._receives: dict[tuple[str, int], list[Receive]] = {}
         self._sent: dict[int, list[tuple[Spec, bool]]] = {}  # outputs by micro-batch, and whether they get gradients
+        self._tokens: dict[int, Tensor] = {}  # by micro-batch, where the wire has token means
 
     # --- what torch asks for
 
@@ -50,6 +52,7 @@ class FramedStage(PlannedStage):
             self.give_up_buffers()
         self._receives.clear()
         self._sent.clear()
+        self._tokens.clear()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._framed_sends(super().get_fwd_send_ops(fwd_chunk_id), "forward", fwd_chunk_id)
@@ -71,6 +74,9 @@ class FramedStage(PlannedStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, *more: Any, **kwargs: Any) -> Any:
         self._current = fwd_chunk_id
+        given = more[0] if more else kwargs.get("kwargs")
+        if self.told and given and "tokens" in given:
+            self._tokens[fwd_chunk_id] = given["tokens"]
         tensors = self._decoded("forward", fwd_chunk_id)
         if tensors is not None:
             self.set_local_fwd_input(tuple(tensors), fwd_chunk_id)
@@ -104,7 +110,7 @@ class FramedStage(PlannedStage):
         lane = self.lanes.outgoing.get(direction)
         if lane is None or self.plan is None:
             return ops
-        message = self.plan.outgoing[direction][chunk]
+        message = replace(self.plan.outgoing[direction][chunk], tokens=self._tokens.get(chunk))
         tensors = [op.tensor.detach() for op in ops]
         transport = self.transports.get((direction, "out"))
         if transport is not None:
@@ -186,7 +192,7 @@ class FramedStage(PlannedStage):
         if receives is None or self.plan is None:
             return None
         lane = self.lanes.incoming[direction]
-        message = self.plan.incoming[direction][chunk]
+        message = replace(self.plan.incoming[direction][chunk], tokens=self._tokens.get(chunk))
         transport = self.transports.get((direction, "in"))
         with torch.no_grad(), nullcontext() if transport is None else transport.arrived(chunk):
             for receive in receives:
@@ -252,3 +258,10 @@ class FramedStage(PlannedStage):
                     work.wait()
             else:
                 dist.send(frame, peer, self.group_towards(following), message.tag(i))
+
+
+def is_refusal(frame: Tensor, dtype: torch.dtype) -> bool:
+    """Is this a refusal, where a tensor of `dtype` was expected? Integers are sent without a frame: never."""
+    if not dtype.is_floating_point or frame.device.type != "cpu" or int(frame[0]) != REFUSED:
+        return False
+    return bool((frame == REFUSED).all())

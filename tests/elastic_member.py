@@ -1,6 +1,7 @@
 """One member of an elastic run: trains a small model, does to itself what its events say, and notes every step.
 
-wire: a key of WIRES, or "local": local steps; "feedback" is DDP's. events: {step: event}, where a step is a number of
+wire: a key of WIRES, or "local": local steps, or "site": a member is an FSDP site of two ranks, "a0" and "a1", which
+have a process each; "feedback" is DDP's. events: {step: event}, where a step is a number of
 steps that have counted: "die" (kill -9 before the exchange), "die agreeing" (after it, before members agree that it is
 whole), "die between" (there, after it has told member 0 and before it tells the others), "freeze" (until the test thaws
 it), "nan".
@@ -14,11 +15,15 @@ import json
 import os
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import thinwire as tw
 
@@ -50,13 +55,14 @@ def states(reducer: tw.parallel.Reducer) -> dict[str, object]:
 
 
 def train_locally(address: str, name: str, steps: int, events: dict[int, str], out: str) -> None:
-    """Two inner steps per round; steps and events count rounds."""
+    """Three inner steps per round; steps and events count rounds. Site b is slow, and makes fewer."""
+    slow = 2.0 if name == "b" else None
     model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10))
     inner = torch.optim.AdamW(model.parameters(), 1e-2)
-    quorum = tw.elastic.Quorum({}, address, name=name, min_members=first_members(out), **LIMITS)
+    quorum = tw.elastic.Quorum({}, address, name=name, min_members=first_members(out), slow=slow, **LIMITS)
     wait_for_the_test(out)
     local = tw.parallel.LocalSteps(
-        model.named_parameters(), inner, tw.Wire(gradient=WIRES["feedback"]), quorum, every=2, fragments=2
+        model.named_parameters(), inner, tw.Wire(gradient=WIRES["feedback"]), quorum, every=6, fragments=2
     )
     let_others_die(quorum)
     joined = {"rounds": quorum.steps, "inner": len(inner.state), "residual": local.site.exchange.residual_norm()}
@@ -64,8 +70,8 @@ def train_locally(address: str, name: str, steps: int, events: dict[int, str], o
         notes.write(json.dumps({"joined": joined}) + "\n")
         while quorum.steps < steps:
             at = quorum.steps
-            event = events.pop(at, "")
-            time.sleep(0.05)
+            event = events.pop(at, "") if local.schedule.applied(local.steps + 1) else ""
+            time.sleep(0.3 if name == "b" else 0.05)
             (model(torch.randn(8, 60)) - 1).pow(2).mean().backward()
             inner.step()
             inner.zero_grad()
@@ -184,6 +190,50 @@ def main(address: str, name: str, wire: str, steps: int, events: dict[int, str],
         notes.write(json.dumps({"done": str(reducer.summary())}) + "\n")
 
 
+def train_site(address: str, name: str, steps: int, events: dict[int, str], out: str) -> None:
+    """One rank of an FSDP site."""
+    rank = int(name[-1])
+    comes_later = os.path.exists(f"{out}.hold")
+    wait_for_the_test(out)
+    store = dist.FileStore(f"{out[:-1]}.store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60 * SLOW))
+    torch.manual_seed(int(comes_later))
+    model = nn.Sequential(nn.Linear(60, 61), nn.Tanh(), nn.Linear(61, 10))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    quorum = tw.elastic.Quorum(
+        {"site": tw.elastic.Shards(model, optimizer)}, address, name=name[:-1], min_members=2, inside=mesh.get_group(),
+        **LIMITS,
+    )  # fmt: skip
+    handle = tw.parallel.compress_fsdp(model, tw.Wire(gradient=WIRES["feedback"]), replicas=quorum)
+    torch.manual_seed(sum(name.encode()))
+    with open(out, "w", buffering=1) as notes:
+        while quorum.steps < steps:
+            quorum.begin()
+            at, event = quorum.steps, events.pop(quorum.steps, "")
+            if event == "die":
+                die()
+            x = torch.randn(8, 60)
+            x[0] = torch.nan if event == "nan" else 1.0
+            model(x).pow(2).mean().backward()
+            counts = quorum.commit()
+            if counts:
+                optimizer.step()
+            optimizer.zero_grad()
+            moments = [value for state in optimizer.state.values() for value in state.values()]
+            local = [value.to_local() if isinstance(value, DTensor) else value for value in moments]
+            found = {
+                "step": at, "quorum": quorum.number, "size": handle.reducer.size, "counts": counts,
+                "weights": digest(*(p.to_local() for p in model.parameters())), "moments": digest(*local),
+                "residual": handle.reducer.exchange.residual_norm(), "mean": 0, "averaged_in": 0, "averaged_steps": 0,
+            }  # fmt: skip
+            notes.write(json.dumps(found) + "\n")
+        quorum.close()
+        handle.close()
+        notes.write(json.dumps({"done": True}) + "\n")
+
+
 def live(address: str, name: str, wire: str, steps: int, events: dict[int, str], out: str) -> None:
     """A member's process."""
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "error"}
@@ -191,4 +241,5 @@ def live(address: str, name: str, wire: str, steps: int, events: dict[int, str],
     os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
     torch.manual_seed(sum(name.encode()))
-    (train_locally if wire == "local" else partial(main, wire=wire))(address, name, steps=steps, events=events, out=out)
+    train = {"local": train_locally, "site": train_site}.get(wire, partial(main, wire=wire))
+    train(address, name, steps=steps, events=events, out=out)

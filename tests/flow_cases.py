@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import socket
+import threading
 import time
 from unittest import mock
 
@@ -57,21 +58,51 @@ def all_to_all_at_once(streams: int, metered: bool) -> None:
     flows.close()
 
 
-def one_stream_makes_no_group() -> None:
-    before = known_groups()
+def one_stream_opens_no_connection() -> None:
+    before = addresses()
     flows = Flows(None, 1)
-    check(known_groups() == before, f"{known_groups() - before} groups were made for one stream")
-    check(flows.groups == [dist.group.WORLD], f"the flow is {flows.groups}")
+    check(flows.groups == [dist.group.WORLD] and flows.count == 1, f"the flow is {flows.groups}, of {flows.count}")
+    check(addresses() == before, "connections were opened for one stream")
     flows.close()
     dist.barrier()
 
 
-def closing_frees_what_was_made() -> None:
-    before = known_groups()
+def closing_frees_what_was_opened() -> None:
+    dist.barrier()
+    before, known = addresses(), known_groups()
     flows = Flows(None, 3)
-    check(known_groups() == before + 2, f"{known_groups() - before} groups were made for three streams")
+    opened = len(addresses() - before)
+    check(opened == 2 * (dist.get_world_size() - 1), f"{opened} connections were opened for three streams")
+    check(known_groups() == known, "torch knows of more groups")
+    dist.barrier()  # nobody closes before all have counted
     flows.close()
-    check(known_groups() == before, f"{known_groups() - before} groups are left")
+    dist.barrier()
+    check(addresses() <= before, f"{len(addresses() - before)} connections are left")
+    dist.barrier()
+
+
+def who_cannot_open_connections_says_why_on_all_ranks() -> None:
+    """One backend of rank 1 fails: every rank raises with its words, and nobody waits."""
+    rank, real = dist.get_rank(), dist.ProcessGroupGloo
+    made: list[int] = []
+
+    def fails(*args: object) -> dist.ProcessGroupGloo:
+        made.append(1)
+        if rank == 1 and len(made) == 2:
+            raise OSError("no descriptors left")
+        return real(*args)
+
+    with mock.patch.object(dist, "ProcessGroupGloo", fails):
+        try:
+            Flows(None, 4)
+        except RuntimeError as error:
+            check("rank 1 of the group" in str(error) and "no descriptors left" in str(error), f"it says {error}")
+        else:
+            check(False, "connections that were not made were taken for made")
+    for thread in threading.enumerate():
+        if thread.name.startswith("thinwire-connection"):
+            thread.join(10)
+            check(not thread.is_alive(), "a thread that makes connections is left")
     dist.barrier()
 
 
@@ -195,8 +226,8 @@ def streams_are_as_many_as_are_clearly_faster() -> None:
         asked = []
 
         def rate(flows: Flows, nbytes: int, rates: dict[int, float] = rates, asked: list[int] = asked) -> tuple:
-            asked.append(len(flows.groups))
-            return rates[len(flows.groups)], nbytes
+            asked.append(flows.count)
+            return rates[flows.count], nbytes
 
         with mock.patch.object(streams, "_rate", rate):
             check(streams.settled_streams("auto", None) == best, f"rank {rank}: not {best} for {rates}")
@@ -212,8 +243,9 @@ CASES = [
     functools.partial(all_to_all_at_once, 1, False),
     functools.partial(all_to_all_at_once, 2, True),
     functools.partial(all_to_all_at_once, 5, False),
-    one_stream_makes_no_group,
-    closing_frees_what_was_made,
+    one_stream_opens_no_connection,
+    closing_frees_what_was_opened,
+    who_cannot_open_connections_says_why_on_all_ranks,
     groups_of_some_ranks_are_made_again_and_again,
     streams_are_as_many_as_are_clearly_faster,
     who_is_done_first_may_leave_first,

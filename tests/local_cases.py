@@ -196,7 +196,7 @@ def warmup_averages_exactly() -> None:
 
 def resumed_at_any_step_has_the_same_bits(folder: str) -> None:
     """Also between a fragment's sending and its application; once through torch's checkpoints."""
-    how = {"every": 4, "fragments": 2, "delay": 2, "warmup": 1}
+    how = {"every": 4, "fragments": 2, "delay": 2, "warmup": 1, "keep": 0.75}
     model, inner, local = make(**how)
     run(model, inner, local, range(1, 14), tokens=1 + dist.get_rank())
     for cut in (1, 3, 4, 5, 6):  # fragments are sent after 3, 5, 7 and 9, and applied two steps later
@@ -259,7 +259,8 @@ def host_memory_changes_no_bit() -> None:
 def mistakes_are_refused() -> None:
     rank = dist.get_rank()
     for words, how in (
-        ("delay = 4", {"every": 4, "delay": 4}), ("mix = 1", {"mix": 1.0}),
+        ("delay = 4", {"every": 4, "delay": 4}), ("mix = 1", {"mix": 1.0}), ("keep = 2", {"keep": 2}),
+        ("no residual to keep", {"wire": "off", "keep": 1}), ("grow = 3", {"grow": 3, "fragments": 2}),
         ("fragments = 9", {"fragments": 9, "every": 9}),
         ("differs from rank 0 in local.every", {"every": 4 + (rank > 0)}),
     ):  # fmt: skip

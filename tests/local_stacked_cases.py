@@ -29,6 +29,9 @@ TABLES: dict[str, tuple[dict[str, Any], int]] = {
     "two hops": (sparse(momentum=0.5), 3),
     "two hops, last round in four bits": (sparse(), 5),  # a round is under way when training ends
     "two bits": (dense(2), 3),
+    "kept": (sparse(hops=False, k=16, decay=0.98, delay=0, momentum=0.5, keep=1.0), 2),
+    "kept, ever rarer": ({**sparse(hops=False, k=16, delay=1, keep=1.0), "grow": 2}, 4),
+    "half kept in two hops, last round in four bits": (sparse(keep=0.5), 5),
 }
 
 

@@ -50,3 +50,30 @@ def test_gpu_rows(load):
         row.eager()
         names.append(row.name)
     assert set(kernels.GOALS) <= set(names)
+
+
+def test_steps_model_has_a_gradient(load):
+    """A tied head over large embeddings is so certain of its own input that the gradient is zero, and sparse ways send
+    nothing."""
+    ways = load("gpu_steps_ways")
+    model = ways.Model(ways.Size(1, 768, 12, 500, 8, 1, True))
+    tokens = torch.arange(8)[None]
+    torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    assert all(float(p.grad.abs().max()) > 0 for p in model.parameters())
+
+
+def test_steps_trace(load):
+    """Two streams: 6 ms of computing, 5 ms of codec and message, 2 ms of them at once."""
+    spans = (
+        (7, "gemm", 0, 4),
+        (7, "gemm", 6, 2),
+        (9, "_encode", 3, 1),
+        (9, "ncclKernel", 3.5, 3.5),
+        (9, "_decode", 9, 1),
+    )
+    events = [
+        {"cat": "kernel", "name": name, "ts": 1e3 * at, "dur": 1e3 * ms, "args": {"stream": stream}}
+        for stream, name, at, ms in spans
+    ]
+    found = load("gpu_steps_trace").read({"traceEvents": events})
+    assert found == pytest.approx({"computing_s": 6e-3, "exchange_s": 5e-3, "both_s": 2e-3})

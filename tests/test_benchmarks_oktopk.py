@@ -59,12 +59,13 @@ def test_quick_run_goes_on_and_reports(bench, tmp_path, capsys):
 def test_rows_of_gradients_are_the_workers_own(bench, task):
     """Row w is the gradient of worker w's batch alone, in the order of the flat weights."""
     from oktopk_data import made_up
+    from oktopk_methods import METHODS
     from oktopk_tasks import TASKS
     from oktopk_train import Gradients, Weights
 
     torch.manual_seed(0)
     made = TASKS[task](made_up(task), torch.device("cpu"), True)
-    weights = Weights(made.build())
+    weights = Weights(made.build(), METHODS["dense"].reduction(0))
     batch = next(made.batches(0, 4, 1))
     rows = Gradients(made, weights, 4, batch)(batch)
     for worker in (0, 3):
@@ -75,3 +76,25 @@ def test_rows_of_gradients_are_the_workers_own(bench, task):
         expected = torch.cat([named[name].grad.reshape(-1) for name in weights.shapes])
         assert torch.equal(rows[worker], expected)
         assert torch.equal(weights.flat.data, torch.cat([named[name].data.reshape(-1) for name in weights.shapes]))
+
+
+def test_all_workers_at_once_have_the_collectives_bits(bench):
+    """Means, residuals and counts over re-cuts, re-estimations and nudges; bytes but for counts and histograms."""
+    from oktopk_fast import AllAtOnce, is_published
+    from oktopk_methods import METHODS
+    from oktopk_train import Workers
+
+    torch.manual_seed(0)
+    n, reduction = 6000, METHODS["Ok-Topk 2 % warm"].reduction(2)
+    assert is_published(reduction) and not is_published(METHODS["Ok-Topk 1 % predicted"].reduction(0))
+    members, at_once = Workers(4, {"w": (n,)}, reduction, 0), AllAtOnce(4, n, reduction, torch.device("cpu"))
+    sizes = torch.rand(n) ** 3
+    for step in range(70):
+        rows = torch.randn(4, n) * sizes * (1 + step // 15)
+        assert torch.equal(members.average(rows)[0], at_once.average(rows)[0]), step
+        if step > 2:
+            assert members.selected() == at_once.selected()
+            assert all(torch.equal(members.residual(rank), at_once.residual(rank)) for rank in range(4))
+    assert at_once.shift == int(members.channels[0][members.units[0]].collective_state[members.units[0].name]["shift"])
+    missing = {a - b for a, b in zip(members.sent(), at_once.sent())}
+    assert max(missing) - min(missing) < 200 and 0 < min(missing) < 70 * 2000

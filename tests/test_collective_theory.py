@@ -123,17 +123,9 @@ def test_no_more_than_the_non_zeros_are_sent(dtype):
     assert run(2, work)[0] == [(True, [5, 10])] * 2
 
 
-def padded(flat, low, room):
-    """As on a card."""
-    index, values = torch.empty(room, dtype=torch.int64), flat.new_empty(room)
-    return index, values, select.select_into(flat, low, index, values)
-
-
-@pytest.mark.parametrize("candidates", [thresholds.candidates, padded])
 @pytest.mark.parametrize("scale", [1.0, 1e-39, 1e30])
-def test_reused_threshold_selects_exactly(scale, candidates, monkeypatch):
+def test_reused_threshold_selects_exactly(scale):
     """Step by step what select.top gives, with a threshold that has to follow growing and jumping values."""
-    monkeypatch.setattr(thresholds, "candidates", candidates)
     state: dict[str, torch.Tensor] = {}
     for step in range(40):
         g = torch.Generator().manual_seed(step)
@@ -145,10 +137,8 @@ def test_reused_threshold_selects_exactly(scale, candidates, monkeypatch):
         assert torch.equal(index, exact[0]) and torch.equal(values, exact[1]), step
 
 
-@pytest.mark.parametrize("candidates", [thresholds.candidates, padded])
-def test_one_pass_is_the_rule(candidates, monkeypatch):
+def test_one_pass_is_the_rule(monkeypatch):
     """With error feedback, the exact selection over all values is needed in few steps only."""
-    monkeypatch.setattr(thresholds, "candidates", candidates)
     calls, top = [], select.top
     monkeypatch.setattr(select, "top", lambda x, k: calls.append(x.numel()) or top(x, k))
     state: dict[str, torch.Tensor] = {}

@@ -156,7 +156,8 @@ def test_a_death_between_two_messages_and_mean_shifts(tmp_path):
 
 
 def test_local_steps_of_sites_that_come_and_go(tmp_path):
-    """The same with rounds of local steps: c has NaN in round 4, and is killed in the midst of round 6; d comes."""
+    """The same with rounds of local steps: c has NaN in round 4, and is killed in the midst of round 6; d comes. b is
+    slow: its mean weighs what it has trained on, and it makes fewer inner steps per round."""
     found = run(tmp_path, "local", 20, {"a": {}, "b": {}, "c": {4: "nan", 6: "die agreeing"}, "d": {}}, {"d": "c"})
     by_inner: dict[int, set[str]] = {}
     for name, (joined, *lines) in found.items():
@@ -170,6 +171,24 @@ def test_local_steps_of_sites_that_come_and_go(tmp_path):
     assert all(len(weights) == 1 for weights in by_inner.values()), "anchors have the same bits on all sites"
     assert [max(line["returns"] for line in found[name] if "returns" in line) for name in "abcd"] == [0, 0, 1, 0]
     assert [line["size"] for line in found["a"] if "size" in line][-1] == 3
+    made = {name: sum("inner" in line for line in found[name]) for name in "ab"}
+    assert made["b"] < 0.7 * made["a"], f"the slow site makes fewer inner steps per round, not {made}"
+
+
+def test_members_that_are_fsdp_sites(tmp_path):
+    """Two sites of two ranks. One rank of b has NaN in step 2; both are killed in step 4, and c comes, with other
+    weights: its ranks take the shards of a's. Shard by shard, weights and moments have the same bits on all sites."""
+    dies = {4: "die"}
+    events = {"a0": {}, "a1": {}, "b0": dict(dies), "b1": dies | {2: "nan"}, "c0": {}, "c1": {}}
+    found = run(tmp_path, "site", 10, events, {"c0": "b0", "c1": "b1"})
+    for rank in "01":
+        mine = {name: lines for name, lines in found.items() if name.endswith(rank)}
+        check_survivors(mine, 10)
+        assert all(mine[f"{site}{rank}"].pop()["done"] for site in "ac")
+        assert {line["size"] for line in mine[f"a{rank}"]} == {2}
+        assert mine[f"c{rank}"][0]["step"] == 4, "the newcomer goes on where the others are"
+        assert [line["counts"] for line in mine[f"a{rank}"] if line["step"] == 2] == [False, True], "on no rank"
+    assert found["a0"][-1]["weights"] != found["a1"][-1]["weights"], "they are two shards"
 
 
 def test_a_lighthouse_that_is_not_there_is_one_line():

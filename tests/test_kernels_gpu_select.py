@@ -34,6 +34,37 @@ def test_select(x, share):
     assert same(*both(lambda to, impl: select.scatter_add(to(x), to(tops[0][0]), to(tops[0][1]), impl)))
 
 
+@pytest.mark.parametrize("kind", ["normal", "sorted", "ties", "nan"])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_top_by_way_of_a_sample(monkeypatch, dtype, kind):
+    """Where the sample's threshold lets enough pass, and where it does not: in sorted values it sees the smallest of
+    each run."""
+    gpu = importlib.import_module("thinwire.kernels.gpu.select")
+    x = tensor("student", (3000,), dtype, 3)
+    x = {"sorted": lambda: x.abs().sort().values, "ties": x.round, "nan": x.clone, "normal": x.clone}[kind]()
+    if kind == "nan":
+        x[[7, 900]] = torch.tensor([float("nan"), float("inf")], dtype=dtype)
+    expected = [y.to("cpu") for y in gpu.top(x.to(DEVICE), 40)]
+    monkeypatch.setattr(gpu, "LARGE", 1)
+    monkeypatch.setattr(gpu, "EVERY", 4)
+    monkeypatch.setattr(gpu, "RUN", 64)
+    assert all(same(*pair) for pair in zip(expected, gpu.top(x.to(DEVICE), 40)))
+    if kind != "nan":
+        assert all(same(*pair) for pair in zip(expected, select.top(x, 40, "reference")))
+        assert same(select.kth_magnitude(x, 40, "reference"), gpu.kth_magnitude(x.to(DEVICE), 40))
+
+
+def test_small_tensors_load_what_large_ones_need(monkeypatch):
+    gpu, launch = (importlib.import_module(f"thinwire.kernels.gpu.{name}") for name in ("select", "launch"))
+    x = tensor("student", (700,), torch.float32, 5).to(DEVICE)
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "new_kernels", "expect")
+    gpu.top(x, 9), gpu.kth_magnitude(x, 9)
+    monkeypatch.setattr(launch, "new_kernels", "refuse")
+    monkeypatch.setattr(gpu, "LARGE", 1)
+    gpu.top(x, 9), gpu.kth_magnitude(x, 9)
+
+
 @few(8)
 @given(floats.filter(lambda x: x.numel() > 0), st.integers(1, 5), st.floats(0, 1))
 def test_top_rows(x, rows, share):

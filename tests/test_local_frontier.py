@@ -12,43 +12,37 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks" / "quality"
 
 
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Lines of the tuning: the second candidate for ours is the best."""
+@pytest.fixture(autouse=True)
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from frontier_jobs import tuning
+
+
+def test_the_grid_is_whole_and_resumes(tmp_path: Path) -> None:
+    from frontier_jobs import OUR_HS, STAGES, Protocol, key, ours
+    from local_frontier import done, fleets, is_done, read_jobs
     from stacked_model import Size
+    from stacked_sites import table_of
 
-    out = []
-    for number, job in enumerate(tuning(100, 16, Size())):
-        held = 1.0 if job.method == "ours: hops" and job.lr == 2e-3 else 2.0 + number / 1000
-        out.append(json.loads(json.dumps(asdict(job))) | {"held": held, "held_anchor": 3.0, "stage": "tune"})
-    return out
-
-
-def test_the_grid_takes_what_the_tuning_found(rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    from frontier_jobs import STAGES, Chosen, key
-    from local_frontier import done, fleets, is_done
-    from stacked_model import Size
-
-    chosen = Chosen(rows, 5000, 16, Size())
-    jobs = chosen.stage("frontier")
-    ours = [job for job in jobs if job.method == "ours"]
-    assert {job.every for job in ours} == {10, 30, 100} and all(job.lr == 2e-3 and job.flush for job in ours)
-    assert ours[0].table["wire"]["gradient"]["collective"] == "two_hop"
-    assert len(jobs) == len({str(job) for job in jobs}) and sum(job.method == "fp32 per step" for job in jobs) == 1
+    protocol = Protocol(5000, 64, Size())
+    jobs = protocol.stage("frontier")
+    assert {job.every for job in jobs if job.method == "ours"} == set(OUR_HS)
+    assert table_of(ours(), 10) == table_of({"preset": "local-max"}, 10), "ablations start from the preset"
+    for stage in STAGES:
+        made = protocol.stage(stage)
+        assert len(made) == len({str(job) for job in made}), stage
+        assert all(not job.every or job.table or job.method == "large batch" for job in made), stage
     together = fleets(jobs, 4)
     assert sum(map(len, together)) == len(jobs) and all(len({j.copies for j in some}) == 1 for some in together)
-    for stage in STAGES[1:]:
-        assert all(not job.every or job.table or job.method == "large batch" for job in chosen.stage(stage)), stage
     path = tmp_path / "frontier.jsonl"
     line = json.dumps(key(jobs[0], "frontier") | {"held": 1.0})
     path.write_text(f"{line}\n{line[:50]}")  # the last line was cut off
     found = done(path)
     assert len(found) == 1 and is_done(jobs[0], "frontier", found) and not is_done(jobs[1], "frontier", found)
+    path.write_text(json.dumps(asdict(jobs[3]) | {"size": [512, 8, 256]}) + "\n")
+    assert read_jobs(path) == [jobs[3]]
 
 
-def test_the_report_is_paired_and_counts_rounds(rows: list[dict[str, Any]]) -> None:
+def test_the_report_is_paired_and_counts_rounds() -> None:
     from local_frontier_report import over, step_seconds, steps_to, table
 
     def row(method: str, every: int, seed: int, held: float, sent: float, given: dict[str, Any]) -> dict[str, Any]:

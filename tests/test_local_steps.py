@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import local_cases
+import local_keep_cases
 import local_paper_cases
 import local_site_cases
 import local_stacked_cases
@@ -21,6 +24,7 @@ PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "local_cases",
+    "local_keep_cases",
     "local_paper_cases",
     "local_site_cases",
     "local_stacked_cases",
@@ -28,15 +32,19 @@ PRELOAD = (
 STRAIGHT = [*local_paper_cases.CASES, *local_site_cases.CASES, *local_stacked_cases.CASES]
 
 
+def _cases(folder):
+    return [*STRAIGHT, *local_cases.cases(folder), *local_keep_cases.cases(folder)]
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    cases = [*STRAIGHT, *local_cases.cases(str(tmp_path_factory.mktemp("local")))]
+    cases = _cases(str(tmp_path_factory.mktemp("local")))
     with Network(hosts=4, preload=PRELOAD) as net:
         found = launch(net, run_cases, cases, timeout=150)
     return {name_of(case).partition("(")[0]: (found, case) for case in cases}
 
 
-NAMES = [name_of(case).partition("(")[0] for case in (*STRAIGHT, *local_cases.cases(""))]
+NAMES = [name_of(case).partition("(")[0] for case in _cases("")]
 
 
 @pytest.mark.lab
@@ -52,6 +60,18 @@ def test_every_fragment_is_sent_once_per_interval():
     sent = {step: schedule.sent(step) for step in range(1, 36) if schedule.sent(step)}
     assert sent == {8: [1], 11: [2], 15: [0], 18: [1], 21: [2], 25: [0], 28: [1], 31: [2], 35: [0]}
     assert [step for step in range(1, 36) if schedule.applied(step)] == [12, 15, 19, 22, 25, 29, 32, 35]
+
+
+@pytest.mark.parametrize(("grow", "every", "delay"), [(8, 20, 0), (33, 20, 1), (5, 7, 3), (1, 1, 0)])
+def test_rounds_become_rarer(grow, every, delay):
+    schedule = Schedule(every=every, fragments=1, delay=delay, warmup=3, grow=grow)
+    rounds = [1]
+    while rounds[-1] < 500:
+        rounds.append(rounds[-1] + min(every, max(1, rounds[-1] // grow)))
+    applied = [a + min(delay, b - a - 1) for a, b in pairwise(rounds)]
+    steps = range(1, 400)
+    assert [step for step in steps if schedule.sent(step)] == [3 + r for r in rounds if 3 + r < 400]
+    assert [step for step in steps if schedule.applied(step)] == [3 + r for r in applied if 3 + r < 400]
 
 
 def test_fragments_are_strided_and_even():

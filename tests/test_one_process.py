@@ -12,6 +12,8 @@ from train_ranks import several
 from thinwire.bench.one_process.training import OneProcess
 from thinwire.errors import UsageError
 from thinwire.lab import Network
+from thinwire.memory.deferred import DeferredChecks, fetch
+from thinwire.memory.stats import Stats
 from thinwire.train.config.sections import TrainConfig, read_config
 from thinwire.train.metrics import METRICS, read_events
 
@@ -78,3 +80,15 @@ def test_what_one_process_cannot_do_is_refused(tmp_path):
         OneProcess(run(tmp_path, {}, mesh={"dp": 2}))
     with pytest.raises(UsageError, match="sync = 'rows': not in one process"):
         OneProcess(run(tmp_path, {"embedding": {"sync": "rows"}}))
+
+
+def test_checks_of_several_channels_are_read_together():
+    """Each keeps its own: what was damaged, what was not finite, and that this end sent it."""
+    first, none, last = DeferredChecks(), DeferredChecks(), DeferredChecks()
+    yes, no = torch.tensor(True), torch.tensor(False)
+    for checks, key, good, finite in ((first, "a", None, yes), (first, "b", no, yes), (last, 3, yes, no)):
+        checks.add(key, good, finite)
+    fetch([first, none, last])
+    assert [check.good is None for check in first.open] == [True, False]
+    found = [checks.resolve(Stats()) for checks in (first, none, last)]
+    assert found == [[(["b"], True)], [], [([3], False)]]

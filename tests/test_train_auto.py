@@ -21,7 +21,7 @@ from thinwire.planner.simulate import simulate
 from thinwire.train import build
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.metrics import read_events
-from thinwire.train.tune.auto import KINDS, Decision, decision, describe, level_tables
+from thinwire.train.tune.auto import KINDS, Decision, decision, describe, is_kept, level_tables
 from thinwire.train.tune.measured import Measured
 from thinwire.train.tune.replan import STEPS, StepWatch, carried_over, is_same
 
@@ -139,6 +139,30 @@ def test_more_micro_batches_are_begun_ahead_where_links_are_long(tmp_path):
     assert Decision.unpack(found[-1].pack()) == found[-1] and not is_same(found[-1], replace(found[-1], ahead=2))
 
 
+def test_micro_batches_follow_from_the_links_unless_they_are_given(tmp_path):
+    """Few where each costs a latency or computes as slowly as a larger one; many where smaller ones leave ranks idle
+    for a shorter time."""
+
+    def made(latency: float, overhead: float, **mesh: Any) -> tuple[TrainConfig, Decision]:
+        given = {"dp": 2, "pp": 2, "ahead": 1, "microbatches": "auto"} | mesh
+        run = settings(tmp_path, {"auto": True}, mesh=given, optim={"batch": 64}, data={"samples": 128})
+        times = {n: [[t * 4 / n + overhead] * 2 for t in (0.04, 0.08)] for n in (8, 16)}
+        measured = replace(fed(run, 1e9, latency=latency), by_microbatches={str(n): x for n, x in times.items()})
+        measured = replace(measured, forward=[0.04 + overhead] * 2, backward=[0.08 + overhead] * 2)
+        return run, chosen(run, measured)
+
+    run, many = made(0.0, 0.0)
+    assert many.microbatches == 16 and f"microbatches = {many.microbatches}" in describe(many)
+    assert made(0.1, 0.0)[1].microbatches == 4 and made(0.0, 0.05)[1].microbatches == 4
+    assert made(0.05, 0.0, ahead="auto")[1].microbatches == 8, "more are under way together"
+    given, decided = made(0.0, 0.0, microbatches=4)
+    assert decided.microbatches == 0 and decided.on(given.mesh) == given.mesh
+    assert many.on(run.mesh).microbatches == 16 and max(m for _, _, m in many.sends) == 15
+    assert not is_same(many, replace(many, microbatches=8))
+    assert is_kept(run, many.pack()) and is_kept(run, decided.pack())
+    assert is_kept(given, decided.pack()) and not is_kept(given, many.pack())
+
+
 def test_the_given_wire_is_the_most_that_is_done(tmp_path):
     safe = config(tmp_path, {"preset": "safe", "auto": True})
     found = bits(chosen(safe, fed(safe, 1e6)))
@@ -198,8 +222,8 @@ def test_ranks_decide_alike_and_a_resumed_run_keeps_it(tmp_path):
 
     def short(name: str) -> TrainConfig:
         return settings(
-            tmp_path / name, wires[name.split()[0]], mesh={"dp": 2, "pp": 2}, data={"held_out": 0.0},
-            optim={"steps": 4}, run={"checkpoint_every": 2, "eval_every": 0},
+            tmp_path / name, wires[name.split()[0]], mesh={"dp": 2, "pp": 2, "microbatches": "auto"},
+            data={"held_out": 0.0}, optim={"steps": 4, "batch": 16}, run={"checkpoint_every": 2, "eval_every": 0},
         )  # fmt: skip
 
     with Network(hosts=4, rate="1mbit", preload=PRELOAD) as net:
@@ -217,6 +241,7 @@ def test_ranks_decide_alike_and_a_resumed_run_keeps_it(tmp_path):
         assert all(one == decision for one in decisions), f"{name}: ranks differ"
         assert [rank[at].decision for rank in resumed] == decisions
         assert decision.seconds < decision.exact and decision.sends and decision.stages
+        assert decision.microbatches == (8 if name == "auto" else 4)
         assert ranks[0][at].sends | ranks[1][at].sends == {tuple(send) for send in decision.sends}
         assert losses(tmp_path / f"{name} again") == losses(tmp_path / name)[2:] != []
         event = next(e for e in read_events(tmp_path / name / "metrics.jsonl") if e["kind"] == "decision")

@@ -13,7 +13,15 @@ from lab_support import require_network
 from safetensors.torch import load_file
 
 from thinwire import cli
+from thinwire.elastic import quorum as quorum_module
+from thinwire.elastic.quorum import Quorum
+from thinwire.errors import RunFailed
 from thinwire.lab.events import Event, load_events
+from thinwire.train.checkpoint import Checkpoints
+from thinwire.train.config.sections import DataConfig
+from thinwire.train.data.batches import Batches
+from thinwire.train.data.samples import make_samples
+from thinwire.train.data.tokenizer import open_tokenizer
 from thinwire.train.members.roll import RECENT, Roll
 from thinwire.train.metrics import read_events
 
@@ -86,10 +94,94 @@ def test_a_member_is_killed_and_comes_again_and_the_run_is_resumed(tmp_path, cap
     assert cli.main(words) == 2 and "holds a run already" in capsys.readouterr().err
 
 
+@pytest.mark.lab
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
+def test_members_that_are_pipelines(tmp_path, capsys):
+    """Two members of two stages each, with a tied embedding; one is killed, and takes the other's state stage by stage.
+    Both are needed, so that they end together."""
+    require_network()
+    events, out = tmp_path / "events.toml", tmp_path / "out"
+    events.write_text(KILL)
+    text = (
+        RUN.format(steps=8, out=out).replace("layers = 1", "layers = 2").replace("min_replicas = 3", "min_replicas = 2")
+    )
+    path = tmp_path / "run.toml"
+    path.write_text(text.replace("dp = 3\nmicrobatches = 1", "dp = 2\npp = 2\nmicrobatches = 2"))
+    words = ["train", str(path), "--elastic", "--local", "2", "--rate", "1mbit", "--timeout", "250"]
+    assert cli.main([*words, "--events", str(events)]) == 0
+    found = read_events(out / "metrics.jsonl")
+    assert [event["step"] for event in found if event["kind"] == "step"] == list(range(1, 9))
+    texts = [event["text"] for event in found if event["kind"] == "member"]
+    assert any(text.startswith("host2 died and came again; 2 members") for text in texts), texts
+    assert any(text.startswith("host2 took the others' state") for text in texts), texts
+    last = [event for event in found if event["kind"] == "step"][-1]
+    assert last["forward_bytes"] > 0 and last["backward_bytes"] > 0 and last["gradient_bytes"] > 0
+    states = [read_checkpoint(out / f"host{number}" / "checkpoints" / "step-00000008") for number in (1, 2)]
+    shared = {name for name in states[0] if name.startswith(("model/", "optim/"))}
+    assert all(torch.equal(states[0][name], states[1][name]) for name in shared), "weights and moments of both stages"
+    assert torch.equal(*(states[0][f"model/{name}"] for name in ("model.embed_tokens.weight", "lm_head.weight")))
+    assert {name.partition("/")[0] for name in states[0]} >= {"exchange", "exchange-1", "tied", "tied-1"}
+    path.write_text(path.read_text().replace("pp = 2", "pp = 1"))
+    assert cli.main([*words, "--resume"]) == 1
+    assert "is of members with [mesh] pp = 2, not 1" in capsys.readouterr().err
+
+
+def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    return Checkpoints(path.parent).read(path, lambda name: True)
+
+
+class Torn(Quorum):
+    """A member of two ranks, one of which has not got the state that the other has. came: the state comes now."""
+
+    def __init__(self, came: bool) -> None:
+        self.came, self.fell, self.manager, self.undecided, self.torn, self.staged = came, 0, self, 4, False, []
+        self.inside = "two ranks"
+
+    steps = property(lambda self: 7)
+
+    def fall_behind(self) -> None:
+        self.fell += 1
+
+    def start_quorum(self) -> None:
+        if self.came:
+            self._load({"committed": 5})
+
+    def errored(self) -> None: ...
+
+
+def test_ranks_of_a_member_with_different_states_take_another_members(monkeypatch):
+    monkeypatch.setattr(quorum_module, "world", lambda group: (2, 0))
+    monkeypatch.setattr(quorum_module, "gather_json", lambda mine, group: [mine, [3, False]])
+    one = Torn(came=True)
+    one.begin()
+    assert one.fell == 1 and not one.torn
+    with pytest.raises(RunFailed, match="states of different steps, and no other member has a newer one"):
+        Torn(came=False).begin()
+    monkeypatch.setattr(quorum_module, "gather_json", lambda mine, group: [mine, mine])
+    one = Torn(came=False)
+    one.begin()
+    assert one.fell == 0, "equal states are kept"
+
+
+def test_a_step_is_dealt_out_in_whole_micro_batches():
+    samples = make_samples(DataConfig(seq_len=8, samples=60), open_tokenizer("bytes", None))
+    batches = Batches(samples, 12, 0)
+    whole = batches.peek().tolist()
+    for members in (1, 2, 3, 4):
+        parts = []
+        for place in range(members):
+            batches.share(place, members, 4)
+            parts.append(batches.peek().tolist())
+        assert [one for part in parts for one in part] == whole
+        assert all(len(part) % 4 == 0 for part in parts) and (members < 4 or [] in parts)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("[mesh]\npp = 2", "[mesh] pp = 2: not with [run] elastic"),
+        ("[mesh]\ntp = 2", "[mesh] tp = 2: not with [run] elastic"),
+        ('[mesh]\npp = 2\nsplit = "time"', "[mesh] split = 'time': not with [run] elastic"),
         ('[optim]\nname = "frozen_adam"', "[optim] name = 'frozen_adam': not with [run] elastic"),
         ("[wire]\nauto = true", "[wire] auto = true: not with [run] elastic"),
     ],

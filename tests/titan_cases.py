@@ -101,10 +101,17 @@ def replicas(wire: Any = None) -> tuple[dict[str, Tensor | None], Any]:
     spec = config(wire).model_spec
     model = spec.parallelize_fn(block(0), parallel_dims=dims)
     if spec.post_optimizer_build_fn is not None:
-        spec.post_optimizer_build_fn(None, [model], dims)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        spec.post_optimizer_build_fn([optimizer], [model], dims)
     for step in range(2):
         (model(rows(step, dist.get_rank())) ** 2).mean().backward()
-    return gradients(model), spec
+    found = gradients(model)
+    if wire is not None:
+        optimizer.step()
+        (model(torch.full((8, 64), torch.inf)) ** 2).mean().backward()
+        with refused("this step was rolled back", RuntimeError):
+            optimizer.step()
+    return found, spec
 
 
 def replicas_are_as_in_plain_hsdp() -> None:
@@ -125,7 +132,7 @@ def staged(wire: Any = None) -> tuple[dict[str, Tensor | None], Any]:
             block(dims.get_mesh("pp").get_local_rank()), parallel_dims=dims, parallelize_fn=spec.parallelize_fn
         )
     if spec.post_optimizer_build_fn is not None:
-        spec.post_optimizer_build_fn(None, parts, dims)
+        spec.post_optimizer_build_fn([], parts, dims)
     replica = dims.get_mesh("dp_replicate").get_local_rank()
     for step in range(2):
         given = (rows(step, replica),) if first else ()

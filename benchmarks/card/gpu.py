@@ -54,6 +54,7 @@ SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "pipeline-ahead": lambda quick: gpu_pipeline.measure(seconds=100.0, cells=gpu_pipeline.AHEAD),
     "pipeline-codecs": lambda quick: gpu_pipeline.measure(seconds=130.0, cells=gpu_pipeline.CODECS),
     "pipeline-each": lambda quick: gpu_pipeline.measure(seconds=170.0, cells=gpu_pipeline.EACH),
+    "pipeline-fast": lambda quick: gpu_pipeline.measure(seconds=85.0, cells=gpu_pipeline.FAST),
     "pipeline-jumbo": lambda quick: gpu_pipeline.measure(seconds=120.0, cells=gpu_pipeline.JUMBO, mtu=9000),
     "gradients": lambda quick: gpu_gradients.measure(seconds=35.0, sizes=(2,)) if quick else gpu_gradients.measure(),
     "quality": lambda quick: gpu_quality.measure(size=gpu_quality.QUICK if quick else gpu_quality.Size()),

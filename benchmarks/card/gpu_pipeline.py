@@ -95,6 +95,10 @@ EACH: list[tuple[str, tuple[str, ...]]] = [  # ours at every rate, and others be
 JUMBO: list[tuple[str, tuple[str, ...]]] = [
     (rate, OURS) for rate in ("unlimited", "500mbit", "300mbit", "250mbit", "125mbit", "100mbit", "75mbit", "25mbit")
 ]
+FAST: list[tuple[str, tuple[str, ...]]] = [  # rates at which computing counts as much as the wire
+    ("unlimited", ALL[1:6]), ("300mbit", OURS), ("1gbit", ALL[1:6]), ("500mbit", THIN), ("10gbit", OURS),
+    ("300mbit", ("AQ 4/8", "AQ 3/6")),
+]  # fmt: skip
 AHEAD: list[tuple[str, tuple[str, ...]]] = [(rate, DEPTHS) for rate in ("unlimited", "300mbit", "250mbit", "100mbit")]
 
 

@@ -13,11 +13,13 @@ methods whose cells are there are not run again. --quick: a small model, two ran
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gpu_pipeline as links
 import gpu_ranks
+import gpu_steps_trace
 import torch
 import torch.distributed as dist
 from gpu_steps_ways import MODELS, WAYS, Size, prepare
@@ -33,8 +36,11 @@ from torch import Tensor
 from thinwire.quantities import parse_rate
 
 RATES = ("unlimited", "1gbit", "100mbit", "10gbit")
-LONGEST = 9.0  # seconds that the bytes of a cell may take
-WARM_UP = {"auto": 16}  # steps until it has chosen; the others: 4
+LONGEST = 4.5  # seconds that the bytes of a cell may take
+AUTO = {"auto, 10 Gbit/s": "10gbit", "auto, no limit": "unlimited"}  # chooses at this rate, and is timed at it
+WARM_UP = 16, 4  # steps until it has chosen; others
+BATCHES = 16  # different ones: residuals of one gradient again and again would grow as no training's do
+TRACED = "1gbit"  # the rate at which one more step is traced
 LINK = 32 << 20  # bytes of the all-reduce that says what a link carries
 
 
@@ -47,21 +53,30 @@ class Cell:
         fused = {"fused": True} if device.type == "cuda" else {}
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-5, **fused)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self.tokens = torch.randint(0, size.vocabulary, (size.rows, size.length), generator=generator).to(device)
+        shape = BATCHES, 2, size.rows, size.length  # tokens, and labels that are no function of them
+        self.batches = itertools.cycle(torch.randint(0, size.vocabulary, shape, generator=generator).to(device))
 
     def loss(self) -> Tensor:
+        tokens, labels = next(self.batches)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits = self.model(self.tokens)
-        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), self.tokens.flatten())
+            logits = self.model(tokens)
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
     def step(self, communicate: bool = True) -> None:
-        if communicate:
-            self.loss().backward()
-        else:
-            with self.silent():
-                self.loss().backward()
+        with nullcontext() if communicate else self.silent():
+            loss = self.loss()
+            loss.backward()
+        self.last_loss = loss.detach()
         self.optimiser.step()
         self.optimiser.zero_grad()
+
+
+def check_loss(cell: Cell) -> None:
+    """ValueError, on all ranks, where some rank's loss is NaN or so small that it has no gradient: sparse ways would
+    send nothing then."""
+    loss = float(cell.last_loss)
+    if links.meet(0.0 if loss > 0.1 else 1.0):
+        raise ValueError(f"the loss is {loss} here: on some rank it gives no gradient")
 
 
 def timed(cell: Cell, steps: int, communicate: bool = True) -> tuple[list[float], float]:
@@ -76,6 +91,15 @@ def timed(cell: Cell, steps: int, communicate: bool = True) -> tuple[list[float]
         finish()
         took.append(links.meet(time.perf_counter() - began))
     return took, links.meet(links.shaped_bytes() - before) / steps
+
+
+def trace_of(cell: Cell) -> dict[str, Any]:
+    """Of rank 0; the others make the step with it."""
+    links.meet()
+    if dist.get_rank() == 0:
+        return gpu_steps_trace.record(cell.step)
+    cell.step()
+    return {}
 
 
 def link_row(rate: str, device: torch.device) -> dict[str, Any]:
@@ -93,8 +117,10 @@ def link_row(rate: str, device: torch.device) -> dict[str, Any]:
 
 
 def rank_main(
-    device_name: str, folder: str, model: str, size: Size, out: str, done: list[str], seconds: float
-) -> list[dict[str, Any]]:
+    device_name: str, folder: str, model: str, size: Size, out: str, asked: tuple[list[str], list[str], bool],
+    seconds: float,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """asked: the ways, the rates, and whether to measure the links."""
     began = time.monotonic()
     device = gpu_ranks.join(device_name, seconds=120.0)
     asker, rank, shared = links.Asker(folder), dist.get_rank(), {"model": model, "ranks": dist.get_world_size()}
@@ -105,40 +131,43 @@ def rank_main(
                 file.write(json.dumps(shared | row) + "\n")
             print("row " + json.dumps({k: v for k, v in (shared | row).items() if k != "each_s"}), flush=True)
 
-    if "link" not in done:
+    ways, rates, with_links = asked
+    if with_links:
         for rate in ("10gbit", "1gbit"):
             asker.rate(rate)
             write(link_row(rate, device))
-    for way in WAYS:
-        if way in done or links.meet(time.monotonic() - began) > seconds:
-            continue
-        measure_way(way, size, device, asker, write, began + seconds)
+    for way in ways:
+        if links.meet(time.monotonic() - began) > seconds:
+            break
+        measure_way(way, size, device, asker, write, rates, began + seconds)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return []
 
 
 def measure_way(
-    way: str, size: Size, device: torch.device, asker: Any, write: Callable[[dict], None], until: float
-) -> None:
+    way: str, size: Size, device: torch.device, asker: Any, write: Callable[[dict], None], rates: list[str],
+    until: float,
+) -> None:  # fmt: skip
     start = time.monotonic()
-    asker.rate("10gbit" if way == "auto" else "unlimited")
+    asker.rate(AUTO.get(way, "unlimited"))
     try:
         cell = Cell(way, size, device)
-        timed(cell, WARM_UP.get(way, 4))
+        timed(cell, WARM_UP[way not in AUTO])
+        check_loss(cell)
     except Exception as error:  # the same on all ranks
         write({"kind": "failed", "method": way, "error": f"{type(error).__name__}: {error}"[:300]})
         return
     built, compute = time.monotonic() - start, statistics.median(timed(cell, 3, communicate=False)[0])
     left = 0.0
-    for rate in RATES:
+    for rate in rates:
         bits = parse_rate(rate)
         floor = left * 8 / bits if bits else 0.0
         row = {"kind": "step", "method": way, "rate": rate, "floor_s": floor, "compute_s": compute, "built_s": built}
-        if way == "auto":
-            row["compresses"] = cell.handle is not None and not cell.handle.reducer.exact
-            if rate not in ("10gbit", "unlimited"):
-                continue  # it chose for the rate it met
+        if way in AUTO:
+            row["compresses"] = not cell.handle.reducer.exact
+            if rate != AUTO[way]:
+                continue
         if floor > LONGEST or links.meet(time.monotonic()) + 2 * floor + 1 > until:
             write(row | {"step_s": None, "bytes": left})
             continue
@@ -147,6 +176,8 @@ def measure_way(
         left = sent if rate == "unlimited" else left
         skips = 0 if cell.handle is None else cell.handle.skips
         write(row | {"step_s": statistics.median(took), "each_s": took, "bytes": sent, "skips": skips})
+        if rate == TRACED and device.type == "cuda" and floor < 1:
+            write({"kind": "trace", "method": way, "rate": rate} | trace_of(cell))
 
 
 def table(rows: list[dict]) -> str:
@@ -164,6 +195,12 @@ def table(rows: list[dict]) -> str:
             first = next(r for r in of if r["method"] == way)
             texts = [_cell(cells, way, rate) for rate in ("unlimited", "10gbit", "1gbit", "100mbit")]
             lines.append(f"| {way} | {first['bytes'] / 1e6:.1f} | {first['compute_s']:.3f} | {' | '.join(texts)} |")
+    for r in rows:
+        if r["kind"] == "trace":
+            lines.append(
+                f"\ntrace of {r['method']} ({r['model']}, {r['ranks']} ranks, {r['rate']}): {r['step_s']:.3f} s, "
+                f"computing {r['computing_s']:.3f}, exchange {r['exchange_s']:.3f}, both at once {r['both_s']:.3f}"
+            )
     lines += [
         f"\nlink: {r['rate']} carries {r['Gbit/s']:.2f} Gbit/s ({r['ranks']} ranks)"
         for r in rows
@@ -193,6 +230,8 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=200.0)
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 2, 8])
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=["gpt2", "bert"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--rates", nargs="+", choices=RATES, default=list(RATES))
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
@@ -207,8 +246,9 @@ def main() -> int:
                 left = until - time.monotonic()
                 of = [row for row in rows if (row["model"], row["ranks"]) == (model, ranks)]
                 done = [row.get("method", row["kind"]) for row in of]
+                asked = [way for way in options.ways if way not in done], options.rates, "link" not in done
                 if left > 10:
-                    links.on_links(rank_main, ranks, device, left, model, MODELS[model], str(path), done)
+                    links.on_links(rank_main, ranks, device, left, model, MODELS[model], str(path), asked)
         rows = [json.loads(line) for line in path.read_text().splitlines()]
     print(table(rows))
     return 0

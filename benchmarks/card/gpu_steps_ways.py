@@ -14,8 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import thinwire as tw
+from thinwire.collectives import LowRank, OkTopk
+from thinwire.data_parallel import gradient_pass
 from thinwire.data_parallel.ddp import compress_ddp
 from thinwire.data_parallel.fsdp import compress_fsdp
+from thinwire.memory import ErrorFeedback
 
 
 class Size(NamedTuple):
@@ -34,9 +38,16 @@ MODELS = {
     "small": Size(2, 64, 2, 500, 32, 2, True),
 }
 WAYS = (
-    "torch DDP", "torch DDP bf16 hook", "torch DDP PowerSGD 4", "max", "paper-oktopk", "torch HSDP", "fsdp max", "safe",
-    "bf16", "off", "auto", "fsdp bf16", "fsdp safe", "fsdp off", "fsdp paper-oktopk",
+    "torch DDP", "torch DDP bf16 hook", "torch DDP PowerSGD 4", "low rank 4", "max", "bf16", "oktopk 1 % coded",
+    "paper-oktopk", "safe", "off", "auto, no limit", "auto, 10 Gbit/s", "torch HSDP", "fsdp max", "fsdp low rank 4",
+    "fsdp bf16", "fsdp safe", "fsdp off", "fsdp paper-oktopk", "low rank 4, one unit", "max, 2 in flight",
+    "safe, 2 in flight",
 )  # fmt: skip
+WIRES: dict[str, Any] = {  # ways that are no presets
+    "low rank 4": tw.Wire(gradient=tw.Reduction(LowRank(4), ErrorFeedback())),
+    "low rank 4, one unit": tw.Wire(gradient=tw.Reduction(LowRank(4), ErrorFeedback(), unit_mb=1e6)),
+    "oktopk 1 % coded": tw.Wire(gradient=tw.Reduction(OkTopk(0.01, values="int8", indices="coded"), ErrorFeedback())),
+}
 
 
 class Model(nn.Module):
@@ -51,6 +62,8 @@ class Model(nn.Module):
             for _ in range(size.layers)
         )
         self.norm = nn.LayerNorm(w)
+        for table in (self.tokens, self.places):
+            nn.init.normal_(table.weight, std=0.02)  # torch's own is 50 times larger, and a tied head then is certain
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
@@ -74,7 +87,9 @@ def prepare(way: str, size: Size, device: torch.device) -> tuple[nn.Module, Call
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif way != "torch DDP":
-        return ddp, ddp.no_sync, compress_ddp(ddp, way)
+        gradient_pass.MOST_IN_FLIGHT["cuda"] = 2 if "in flight" in way else 0
+        wire = "auto" if way.startswith("auto") else way.removesuffix(", 2 in flight")
+        return ddp, ddp.no_sync, compress_ddp(ddp, WIRES.get(wire, wire))
     return ddp, ddp.no_sync, None
 
 
@@ -82,7 +97,8 @@ def _sharded(way: str, model: nn.Module, device: torch.device) -> tuple[nn.Modul
     mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("replica", "shard"))
     for part in (*model.layers, model):
         fully_shard(part, mesh=mesh if way == "torch HSDP" else mesh["shard"])
-    handle = None if way == "torch HSDP" else compress_fsdp(model, way.removeprefix("fsdp "), replicas=mesh["replica"])
+    wire = way.removeprefix("fsdp ")
+    handle = None if way == "torch HSDP" else compress_fsdp(model, WIRES.get(wire, wire), replicas=mesh["replica"])
 
     @contextmanager
     def silent():

@@ -27,12 +27,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.codecs import Quantize
 from thinwire.data_parallel.ddp import compress_ddp
 from thinwire.data_parallel.fsdp import compress_fsdp
 from thinwire.errors import UsageError
+from thinwire.pipeline.pipeline import Pipeline
+from thinwire.pipeline.stage import CompressedStage
 
 WIDTH, STEPS, RANKS, LIMIT = 256, 4, 2, 150.0
 
@@ -139,6 +142,37 @@ def fsdp_compiled(device: torch.device) -> None:
     train(model, device)
 
 
+def piped(device: torch.device, compiled: bool, dtype: torch.dtype) -> None:
+    """Two stages in 1F1B under `max`; the loss of the last one must fall."""
+    rank, last = dist.get_rank(), dist.get_rank() == RANKS - 1
+    torch.manual_seed(rank)
+    part = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()).to(device, dtype)
+    stage = CompressedStage(torch.compile(part) if compiled else part, rank, RANKS, device, wire="max")
+    pipe = Pipeline([stage])
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda y, target: (y.float() - target).square().mean())
+    optimiser = torch.optim.SGD(part.parameters(), lr=0.5)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    found = []
+    for _ in range(2 * STEPS):
+        losses: list[Tensor] = []
+        with pipe.step(ids=list(range(8)) if rank == 0 else None):
+            target = {"target": x.float().tanh(), "losses": losses} if last else {}
+            schedule.step(*(x,) if rank == 0 else (), **target)
+        assert not pipe.skipped, "a step was rolled back"
+        optimiser.step()
+        optimiser.zero_grad()
+        found.append(sum(float(loss.detach()) for loss in losses))
+    assert not last or found[-1] < found[0], f"losses {found}"
+
+
+def compiled_stage(device: torch.device) -> None:
+    piped(device, True, torch.float32)
+
+
+def bf16_stage(device: torch.device) -> None:
+    piped(device, False, torch.bfloat16)
+
+
 def codec_in_graph(device: torch.device) -> None:
     """A message encoded and decoded in a graph of the user's: replays see new values, and the flag says of each whether
     it was finite."""
@@ -175,7 +209,8 @@ TRIALS: dict[str, Callable[[torch.device], None]] = {
     "DDP, a bf16 model": ddp_bf16, "DDP, a frozen fp8 base": ddp_fp8_frozen, "DDP, fp8 parameters": ddp_fp8_trained,
     "DDP of a compiled model": ddp_of_compiled, "DDP compressed, then compiled": compiled_ddp,
     "DDP compiled, then compressed": compiled_ddp_given, "FSDP2, bf16 policy": fsdp_bf16,
-    "FSDP2, CPU offload": fsdp_offload, "FSDP2, compiled": fsdp_compiled,
+    "FSDP2, CPU offload": fsdp_offload, "FSDP2, compiled": fsdp_compiled, "a compiled stage": compiled_stage,
+    "a stage in bf16": bf16_stage,
 }  # fmt: skip
 CARD = {"a codec in a CUDA graph": codec_in_graph, "an exchange in a CUDA graph": backward_in_graph}
 

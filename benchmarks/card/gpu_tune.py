@@ -87,7 +87,7 @@ def operation(kernel: str, x: Tensor, impl: str) -> tuple[int, Callable[[], Any]
         values, out = x[:k].clone(), x.clone()
         return k * (8 + 3 * size), lambda: select.scatter_add(out, index, values, impl)
     wire = indices.encode_indices(index, n, impl)
-    return k * 8 + wire.numel(), lambda: indices.decode_indices(wire, n, k, impl)
+    return k * 8 + wire.numel(), lambda: indices.decode_flagged(wire, n, k, impl)[0]
 
 
 def example(way: Way, size: int, device: str) -> Tensor:
@@ -128,15 +128,20 @@ def time_way(way: Way, x: Tensor) -> dict:
     """The median of single calls, milliseconds."""
     with patched(way):
         moved, call = operation(way.kernel, x, "gpu")
-        took = median_ms(call)
-    return {
-        "section": "time",
-        "kernel": way.kernel,
-        "how": way.how,
-        "dtype": str(way.dtype)[6:],
-        "ms": took,
-        "moved": moved,
-    }
+        took, replayed = median_ms(call), replay_ms(call) if way.how == "own" else {}
+    named = {"section": "time", "kernel": way.kernel, "how": way.how, "dtype": str(way.dtype)[6:]}
+    return named | {"ms": took, "moved": moved} | replayed
+
+
+def replay_ms(call: Callable) -> dict[str, Any]:
+    """Its kernels without the host's part, from a CUDA graph; or why it could not be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError as error:
+        return {"graph_error": str(error)[:200]}
+    return {"graph_ms": median_ms(graph.replay)}
 
 
 def median_ms(call: Callable, count: int = 11) -> float:
@@ -186,14 +191,21 @@ def measure(options: argparse.Namespace, write: Callable[[dict], None], done: se
     names = {(way.kernel, way.how, str(way.dtype)[6:]) for way in every}
     keys = [(way.kernel, way.how, str(way.dtype)[6:]) for way in ways()]
     left = [i for i, key in enumerate(keys) if key in names and ("equal", *key) not in done]
-    wrong = set()
+    wrong, compared = set(), {key for key in keys if ("equal", *key) in done}
     with multiprocessing.get_context("spawn").Pool(options.parallel) as pool:
-        for row in pool.imap_unordered(_compare_one, left):
+        rows = pool.imap_unordered(_compare_one, left)
+        for _ in left:
+            try:
+                row = rows.next(max(until - options.timing - time.monotonic(), 0.1))
+            except multiprocessing.TimeoutError:  # what is not compiled by then is not timed
+                break
             write(row)
+            compared.add((row["kernel"], row["how"], row["dtype"]))
             if not row["equal"]:
                 wrong.add((row["kernel"], row["how"], row["dtype"]))
-    print(f"compared {len(left)} ways, {len(wrong)} differ", flush=True)
-    if ("host", "", "", "") not in done:
+        pool.terminate()
+    print(f"compared {len(compared)} of {len(left)} ways, {len(wrong)} differ", flush=True)
+    if ("host", "", "", "") not in done and not options.no_host:
         for row in host_rows():
             write(row)
     data = torch.randint(0, 256, (SIZE,), dtype=torch.uint8, device="cuda")
@@ -203,7 +215,7 @@ def measure(options: argparse.Namespace, write: Callable[[dict], None], done: se
     held: dict[torch.dtype, Tensor] = {torch.uint8: data[: SIZE // 4]}
     for way in every:
         key = (way.kernel, way.how, str(way.dtype)[6:])
-        if ("time", *key) in done or key in wrong or time.monotonic() > until:
+        if ("time", *key) in done or key in wrong or key not in compared or time.monotonic() > until:
             continue
         if way.dtype not in held:
             held = {torch.uint8: held[torch.uint8]}
@@ -220,8 +232,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=150.0)
+    parser.add_argument("--timing", type=float, default=35.0, help="seconds of the budget left for timing")
     parser.add_argument("--parallel", type=int, default=14)
     parser.add_argument("--only", nargs="*", default=[], help="kernels whose name holds one of these")
+    parser.add_argument("--no-host", action="store_true", help="leave out what calls cost the host")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()

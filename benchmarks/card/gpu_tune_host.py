@@ -58,15 +58,17 @@ def table(rows: list[dict]) -> str:
     lines = [
         f"copy {', '.join(f'{c:.0f}' for c in copy)} GB/s",
         "",
-        "| kernel | dtype | own | best | how |",
-        "|---|---|---|---|---|",
+        "| kernel | dtype | own | own, from a graph | best | how |",
+        "|---|---|---|---|---|---|",
     ]
     timed = [row for row in rows if row["section"] == "time" and "ms" in row]
     for kernel, dtype in dict.fromkeys((row["kernel"], row["dtype"]) for row in timed):
         of = [r for r in timed if (r["kernel"], r["dtype"]) == (kernel, dtype)]
         share = {r["how"]: r["moved"] / r["ms"] / 1e6 / copy[-1] for r in of}
         best = max(share, key=share.__getitem__)
-        lines.append(f"| {kernel} | {dtype} | {share.get('own', 0):.1%} | {share[best]:.1%} | {best} |")
+        graph = [r["moved"] / r["graph_ms"] / 1e6 / copy[-1] for r in of if r.get("graph_ms")]
+        own = f"{share.get('own', 0):.1%} | {graph[0]:.1%}" if graph else f"{share.get('own', 0):.1%} | –"
+        lines.append(f"| {kernel} | {dtype} | {own} | {share[best]:.1%} | {best} |")
     wrong = [f"{r['kernel']} {r['how']} {r['dtype']}" for r in rows if r["section"] == "equal" and not r["equal"]]
     lines += [
         "",

@@ -47,25 +47,28 @@ def ways() -> Iterator[Way]:
                 module = gpu_sign if name == "encode sign" else gpu_delta if "delta" in name else gpu_quantize
                 yield Way(name, how, dtype, ((module, "encode_tiling", chosen),))
         yield Way("scatter add 1 %", "own", dtype, ())
-        for size in (512, 1024, 2048, 4096):
-            yield Way("scatter add 1 %", f"size {size}", dtype, ((gpu_select, "ADD", size),))
+        for size, warps in ((128, 1), (256, 2), (256, 4), (512, 8), (1024, 4), (1024, 8), (2048, 4)):
+            patches = (gpu_select, "ADD", size), (gpu_select, "ADD_WARPS", warps)
+            yield Way("scatter add 1 %", f"size {size} warps {warps}", dtype, patches)
         for name in ("histogram", "kth magnitude 1 %", "top 1 %"):
             yield Way(name, "own", dtype, ())
-            for size, window in ((8192, 128), (16384, 128), (4096, 256), (8192, 64)):
-                patches = (gpu_radix, "SIZE", size), (gpu_radix, "WINDOW", window)
-                if name == "histogram":
-                    yield Way(name, f"size {size} window {window}", dtype, patches)
+            if name != "histogram":
+                yield Way(name, "by a sample at any size", dtype, ((gpu_select, "LARGE", 1),))
+                yield Way(name, "over all values", dtype, ((gpu_select, "LARGE", 1 << 60),))
+        for size, window in ((8192, 128), (2048, 64), (4096, 64), (8192, 64)):
+            patches = (gpu_radix, "SIZE", size), (gpu_radix, "WINDOW", window)
+            yield Way("histogram", f"size {size} window {window}", dtype, patches)
     for name in ("checksum", "inspect"):
         yield Way(name, "own", torch.uint8, ())
         for rows, warps, programs in (
-            (8, 4, 1056), (8, 4, 528), (4, 4, 2048), (16, 4, 2048), (8, 8, 1056), (4, 8, 1056), (4, 8, 2048),
-            (8, 2, 2048),
+            (8, 4, 1056), (8, 4, 528), (4, 4, 2048), (4, 4, 1056), (2, 4, 2048), (4, 8, 1056), (2, 8, 1056),
+            (8, 2, 2048), (4, 2, 2048),
         ):  # fmt: skip
             values = (("ROWS", rows), ("WARPS", warps), ("PROGRAMS", programs))
             patches = tuple((gpu_checksum, attribute, value) for attribute, value in values)
             yield Way(name, f"rows {rows} warps {warps} programs {programs}", torch.uint8, patches)
     yield Way("decode indices 1 %", "own", F32, ())
-    for size, warps in ((256, 2), (256, 4), (512, 4), (64, 1)):
+    for size, warps in ((256, 2), (256, 4), (512, 4), (512, 8), (1024, 8), (128, 4)):
         patches = (gpu_indices, "BYTES", size), (gpu_indices, "WARPS", warps)
         yield Way("decode indices 1 %", f"bytes {size} warps {warps}", F32, patches)
 

@@ -52,7 +52,8 @@ SEEDS, UPDATES, MICROBATCHES, ROWS = 3, 128, 8, 4
 
 
 def links(codec: str) -> dict[str, Link]:
-    inner = CODECS[codec]
+    """By kind. codec: of CODECS, or another rank."""
+    inner = CODECS[codec] if codec in CODECS else LowRank(int(codec.removeprefix("rank ")))
     return {
         "alone": Link(inner), "lazy": Link(inner, ErrorFeedback()), "auto": Link(inner, "auto"),
         "centered": Link(Centered(inner)),

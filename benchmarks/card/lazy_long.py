@@ -29,6 +29,7 @@ from gpu_quality import STAGES, Model, Size, held_out_loss, library, loss_of
 from lazy_error import Boundary, links
 from torch import Tensor
 
+from thinwire.memory.deferred import fetch
 from thinwire.quantities import half_interval
 
 SIZE, QUICK = Size(8, 256, 8, 256), Size(4, 32, 2, 32)
@@ -81,7 +82,7 @@ def train(job: Job, size: Size, steps: int, device: str, deadline: float) -> dic
     model = Model(size).to(device)
     made = [] if kind == "exact" else [Watched(links(codec)[kind], i) for i in range(STAGES - 1)]
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=device == "cuda")
-    rows, g = max(1, TOKENS // size.length) if size is SIZE else 4, torch.Generator().manual_seed(100 + seed)
+    rows, g = max(1, TOKENS // size.length) if size == SIZE else 4, torch.Generator().manual_seed(100 + seed)
     losses, diagnostic = [], []
     for step in range(steps):
         for group in optimiser.param_groups:
@@ -94,6 +95,7 @@ def train(job: Job, size: Size, steps: int, device: str, deadline: float) -> dic
         for at in torch.randint(len(data), (MICROBATCHES * rows,), generator=g).to(device).split(rows):
             (loss_of(model, data[at], made) / MICROBATCHES).backward()  # type: ignore[arg-type]
         optimiser.step()
+        fetch(channel.deferred for boundary in made for lane in boundary.lanes for _, channel in lane.channels())
         for boundary in made:
             boundary.end()
         if noted:
@@ -150,7 +152,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="out/lazy")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--codecs", default="rank 16", help="of lazy_error.py: rank 16, 3 bits")
+    parser.add_argument("--codecs", default="rank 16", help="such as rank 16,rank 4,3 bits")
+    parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parallel", type=int, default=9)
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
@@ -160,10 +163,10 @@ def main() -> None:
     path = Path(args.out) / "long.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not args.table:
-        size, steps, seeds = (QUICK, 4, 2) if args.quick else (SIZE, args.steps, SEEDS)
+        size, steps, seeds = (QUICK, 4, 2) if args.quick else (SIZE, args.steps, args.seeds)
         done = {(row["codec"], row["kind"], row["seed"]) for row in read(path)}
-        jobs = [("", "exact", s) for s in range(seeds)]
-        jobs += [(codec, kind, s) for codec in args.codecs.split(",") for s in range(seeds) for kind in KINDS[1:]]
+        coded = [(codec, kind) for codec in args.codecs.split(",") for kind in KINDS[1:]]
+        jobs = [(codec, kind, s) for s in range(seeds) for codec, kind in [("", "exact"), *coded]]
         context = multiprocessing.get_context("spawn")
         card = shared_card(args.device) if args.device == "cuda" else nullcontext()
         with card, ProcessPoolExecutor(args.parallel, mp_context=context) as pool:

@@ -5,9 +5,11 @@
     python benchmarks/network/long_links.py --out out/long --table        markdown of all that is in the folder
 
 Every finished cell is a line of rows.jsonl, and is not measured again. Labs run side by side, each on cores of its own.
-Parts, in this order: predict (dp 2 × pp 2, the starting configuration with hidden 128; the planner's simulation from
-what ranks measured beside the steps that follow), loss, goals (cold steps over 50 ms), variants (20 Mb/s without
-latency, one change taken back at a time), allreduce, trees (`thinwire train` of other versions: folders in --trees).
+Parts: predict (dp 2 × pp 2, the starting configuration with hidden 128; the planner's simulation from what ranks
+measured beside the steps that follow), loss, opening (connections of eight streams), microbatches (as many as
+the planner chooses), early (gradients that leave before a schedule ends), goals (cold steps over 50 ms),
+variants (20 Mb/s without latency, one change taken back at a time), allreduce, trees (`thinwire train` of other
+versions: folders in --trees).
 The simulation is made by --table, from what was measured: it follows changes of the planner.
 """
 
@@ -20,12 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from long_links_ranks import allreduce_cells, append, train_cells, train_command
+from long_links_ranks import allreduce_cells, append, opening_cells, train_cells, train_command
 from long_links_table import show
 
+from thinwire.config.presets import PRESETS
 from thinwire.lab import Network
 
 PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.loop", "thinwire.bench.allreduce")
@@ -33,8 +37,12 @@ WIRES: dict[str, dict[str, Any]] = {
     "off": {},
     "bf16": {"preset": "bf16"},
     "max": {"preset": "max"},
+    "fused": {"preset": "max"},  # beside rows: the same vocabulary
     "rows": {"preset": "max", "embedding": {"collective": "quantized", "bits": 4, "sync": "rows"}},
 }
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1F1B": {}, "Interleaved1F1B": {"virtual": 2}, "ZBVZeroBubble": {}, "DualPipeV": {},
+}  # fmt: skip
 TWO_HOPS = {"collective": "quantized", "bits": 4, "memory": "error_feedback", "hops": 2}
 VARIANTS = ("now", "two hops", "receives late", "gradients late", "one unit at a time", "no checksums")
 COLLECTIVES = {
@@ -48,7 +56,7 @@ Job = dict[str, Any]
 def document(wire: str, steps: int, *, cold: bool = False, streams: int = 1, quick: bool = False) -> dict[str, Any]:
     """A run. Warm: every step has the same samples; cold: no sample comes twice."""
     sizes = {"hidden": 32, "layers": 2, "heads": 2} if quick else {"hidden": 128}
-    vocab = {"vocab": 4096} if wire == "rows" else {}  # of so few rows as bytes have, fused would be cheaper
+    vocab = {"vocab": 4096} if wire in ("rows", "fused") else {}  # of so few rows as bytes have, fused is cheaper
     data: dict[str, Any] = {"samples": 800, "held_out": 0.0} if cold else {"samples": 16, "held_out": 0.0}
     data |= {"corpus_bytes": 400_000, "tokenizer": "bytes"} | ({"seq_len": 32} if quick else {})
     return {
@@ -65,8 +73,8 @@ def training(part: str, rate: str, latency: str, cells: list[dict[str, Any]], lo
     }  # fmt: skip
 
 
-def predicted(wire: str, quick: bool, streams: int = 1, steps: int = 9) -> dict[str, Any]:
-    about = {"wire": wire, "streams": streams}
+def predicted(wire: str, quick: bool, streams: int = 1, steps: int = 9, repeat: int = 0) -> dict[str, Any]:
+    about = {"wire": wire, "streams": streams, **({"repeat": repeat} if repeat else {})}
     given = document(wire, 5 if quick else steps, streams=streams, quick=quick)
     return {"about": about, "document": given, "variant": "now", "predicted": True}
 
@@ -79,6 +87,34 @@ def cold(variant: str, repeat: int, quick: bool, tree: str | None = None) -> dic
     return {"about": about, "document": given, "variant": variant, "predicted": False, "tree": tree}
 
 
+def by_schedule(rate: str, latency: str, quick: bool) -> Job:
+    """Gradients that leave early, and with the schedule's end, in units of half a megabyte; bf16, so that they are
+    large."""
+    cells = []
+    for schedule, more in SCHEDULES.items():
+        for variant in ("now", "gradients late"):
+            given = document("bf16", 5 if quick else 12, quick=quick)
+            given["model"] |= {"layers": 4} if quick else {}
+            given["mesh"] |= {"schedule": schedule, **more}
+            given["wire"] = {"preset": "bf16", "gradient": {**PRESETS["bf16"]["gradient"], "unit_mb": 0.5}}
+            about = {"wire": "bf16", "variant": variant, "collective": schedule}
+            cells.append({"about": about, "document": given, "variant": variant, "predicted": False})
+    return training("early", rate, latency, cells)
+
+
+def by_microbatches(rate: str, latency: str, quick: bool) -> Job:
+    """The planner decides, with and without the number of micro-batches; sixteen rows per replica."""
+    cells = []
+    for count in ("auto", 4):
+        given = document("max", 5 if quick else 12, quick=quick)
+        given |= {"wire": {"auto": True}, "optim": {**given["optim"], "batch": 32}}
+        given["data"] |= {"samples": 32}
+        given["mesh"] |= {"microbatches": count}
+        about = {"wire": "auto", "variant": str(count)}
+        cells.append({"about": about, "document": given, "variant": "now", "predicted": False})
+    return training("microbatches", rate, latency, cells)
+
+
 def allreduce(latency: str, quick: bool) -> Job:
     cells = [{"about": {"collective": name}, "steps": 2 if quick else n} for name, n in COLLECTIVES.items()]
     hosts, shape = (2, (64, 64)) if quick else (8, (2500, 4000))
@@ -89,16 +125,37 @@ def allreduce(latency: str, quick: bool) -> Job:
     }  # fmt: skip
 
 
+def opening(quick: bool) -> Job:
+    latency = "5ms" if quick else "50ms"
+    about = {"part": "opening", "rate": "100mbit", "latency": latency, "loss": "0%"}
+    cells = [{"about": {"streams": n, "repeat": i}} for n in (8,) for i in range(2 if quick else 10)]
+    network = {"rate": "100mbit", "latency": latency}
+    return {"name": "opening", "about": about, "cells": cells, "hosts": 4, "network": network}
+
+
 def jobs(trees: Path | None, quick: bool) -> list[Job]:
     """All of them, the most important first."""
-    grid = [("100mbit", "50ms"), ("20mbit", "50ms"), ("20mbit", "0ms"), ("100mbit", "0ms")]
-    grid += [("20mbit", "20ms"), ("100mbit", "20ms")]
+    long, short = [("100mbit", "50ms"), ("20mbit", "50ms")], [("20mbit", "0ms"), ("100mbit", "0ms")]
+    middle = [("20mbit", "20ms"), ("100mbit", "20ms")]
     if quick:
-        grid = [("100mbit", "5ms")]
-    out = [training("predict", *link, [predicted(wire, quick) for wire in WIRES]) for link in grid]
-    out.append(training("predict", *grid[0], [predicted(wire, quick, streams=4) for wire in ("max", "off")]))
-    for latency in ("5ms",) if quick else ("50ms", "20ms", "0ms"):
-        out.append(training("loss", "100mbit", latency, [predicted("max", quick, steps=16)], loss="0.1%"))
+        long, short, middle = [("100mbit", "5ms")], [], []
+    cell = partial(predicted, quick=quick)
+    eight, lossy = cell("max", streams=8), [cell("max", streams=n, steps=16) for n in (8, 1)]
+    out = [training("predict", *long[0], [cell("rows"), eight, cell("max")])]
+    out.append(training("loss", *long[0], lossy, loss="0.1%"))
+    out.append(training("loss", *long[0], lossy[1:], loss="0.1%", congestion="bbr"))
+    out += [opening(quick), training("predict", *long[-1], [cell("rows"), eight])]
+    out += [training("predict", *link, [cell("rows"), eight]) for link in middle]
+    out.append(training("predict", *long[0], [cell("max"), cell("off")], slow_start_after_idle=False))
+    out += [training("predict", *link, [cell("rows"), eight]) for link in short]
+    out.append(training("predict", *long[0], [cell("rows", streams=8), cell("off", streams=8), cell("fused")]))
+    out += [training("loss", "100mbit", "20ms", lossy, loss="0.1%")] if not quick else []
+    out += [training("predict", *link, [cell("rows", streams=8), cell("bf16", streams=8)]) for link in middle]
+    out.append(training("predict", *long[0], [cell("max", repeat=n) for n in (1, 2)]))
+    out += [training("loss", "100mbit", "0ms", lossy[1:], loss="0.1%")] if not quick else []
+    out += [training("predict", *link, [cell(w) for w in ("off", "bf16", "max")]) for link in long + short + middle]
+    out += [by_microbatches(*link, quick) for link in (long[0], *middle[:1], *short)]
+    out += [by_schedule(*link, quick) for link in (middle[1:] + short[:1] or long)]
     orders = [VARIANTS, VARIANTS[::-1]]
     changes = [
         training("variants", "20mbit", "0ms", [cold(name, at, quick) for name in order])
@@ -121,7 +178,7 @@ def jobs(trees: Path | None, quick: bool) -> list[Job]:
 
 def key_of(row: dict[str, Any]) -> str:
     names = ("part", "rate", "latency", "loss", "slow_start_after_idle", "wire", "streams", "variant", "repeat")
-    return json.dumps([row.get(name) for name in (*names, "collective")])
+    return json.dumps([row.get(name) for name in (*names, "collective", "congestion")])
 
 
 def left_over(job: Job, path: Path) -> Job:
@@ -141,7 +198,7 @@ def perform(job: Job) -> None:
                 append(job["rows"], {**job["about"], **cell["about"], **row})
                 print(f"{job['name']}: {cell['about']} {row['measured']:.3f} s", flush=True)
         return
-    work = allreduce_cells if job["about"]["part"] == "allreduce" else train_cells
+    work = {"allreduce": allreduce_cells, "opening": opening_cells}.get(job["about"]["part"], train_cells)
     link = {"hosts": job["hosts"], **job["network"], "preload": PRELOAD}
     with tempfile.TemporaryDirectory() as folder, Network(**link) as network:
         network.run(work, job | {"folder": folder}, timeout=job["until"] - time.time() + GRACE)

@@ -87,7 +87,7 @@ def _variant(name: str) -> Iterator[None]:
 
     patches = {
         "receives late": mock.patch.object(Exchange, "_join", joined),
-        "one unit at a time": mock.patch.object(gradient_pass, "MOST_IN_FLIGHT", 0),
+        "one unit at a time": mock.patch.dict(gradient_pass.MOST_IN_FLIGHT, {"cpu": 0}),
         "no checksums": mock.patch.object(messages, "_note_all", lambda *_: None),
     }
     with patches.get(name, nullcontext()):
@@ -117,6 +117,10 @@ def _cell(cell: dict[str, Any], folder: str) -> dict[str, Any]:
     if trainer.metrics is not None:
         trainer.metrics.close()
     sent = trainer.totals.bytes
+    if trainer.parts.decision is not None:
+        made = trainer.parts.decision
+        row["decided"] = {"microbatches": made.microbatches, "ahead": made.ahead, "seconds": made.seconds}
+        row["decided"]["wire"] = made.wire
     row["spans"] = gather_json({name: statistics.median(times[SKIPPED:]) for name, times in spans.items()})
     row |= {"document": cell["document"]} if "found" in row else {}
     return {**row, "measured": statistics.median(steps[SKIPPED:]), "steps": steps, "waited": waited, "bytes": sent}
@@ -188,6 +192,23 @@ def allreduce_cells(job: dict[str, Any]) -> None:
             about = {**job["about"], **cell["about"], "measured": statistics.median(seconds[1:] or seconds)}
             append(job["rows"], {**about, "steps": seconds, "bytes": sent, "took": time.time() - began})
             print(f"{job['name']}: {cell['about']} {about['measured']:.3f} s", flush=True)
+
+
+def opening_cells(job: dict[str, Any]) -> None:
+    """On every rank: seconds until the connections of several streams are open."""
+    import torch.distributed as dist
+
+    from thinwire.collectives.flows import Flows
+
+    dist.init_process_group("gloo")
+    for cell in job["cells"]:
+        dist.barrier()
+        began = time.perf_counter()
+        flows = Flows(None, cell["about"]["streams"])
+        took = time.perf_counter() - began
+        flows.close()
+        if dist.get_rank() == 0:
+            append(job["rows"], {**job["about"], **cell["about"], "measured": took})
 
 
 def train_command(job: dict[str, Any], cell: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -32,6 +32,33 @@ def show(path: Path) -> None:
     of: Callable[..., list[Row]] = lambda *parts: [row for row in rows if row["part"] in parts]  # noqa: E731
     if of("predict", "loss"):
         _predictions(of("predict", "loss"))
+    if of("opening"):
+        taken = [row["measured"] for row in of("opening")]
+        print(
+            f"connections of {of('opening')[0]['streams']} streams between four hosts, {_link(of('opening')[0])}: "
+            f"{statistics.median(taken):.2f} s ({min(taken):.2f} to {max(taken):.2f}, {len(taken)} times)\n"
+        )
+    if of("microbatches"):
+        heads = (
+            "link",
+            "[mesh] microbatches",
+            "ahead, micro-batches",
+            "simulated, s",
+            "seconds per step (least to most)",
+        )
+        decided = [(row, row["decided"]) for row in of("microbatches")]
+        _print(heads, (
+            (
+                _link(row), row["variant"], f"{made['ahead']}, {made['microbatches'] or row['variant']}",
+                f"{made['seconds']:.2f}", _spread(row),
+            )
+            for row, made in decided
+        ))  # fmt: skip
+    if of("early"):
+        _print(("link", "schedule", "gradients", "seconds per step (least to most)", "waiting for gradients"), ((
+            _link(row), row["collective"], "early" if row["variant"] == "now" else "late", _spread(row),
+            f"{statistics.median(row['waited'][3:]):.2f}",
+        ) for row in of("early")))  # fmt: skip
     if of("goals"):
         _print(("link", "slow start after a silence", "seconds per step (least to most)"), (
             (_link(row), "yes" if row.get("slow_start_after_idle", True) else "no", _spread(row)) for row in of("goals")
@@ -99,8 +126,10 @@ def _rate(row: Row) -> str:
 
 
 def _link(row: Row) -> str:
-    loss = "" if row["loss"] == "0%" else f", {row['loss']} loss"
-    return f"{_rate(row)}, {row['latency'].replace('ms', ' ms')}{loss}"
+    parts = [_rate(row), row["latency"].replace("ms", " ms")]
+    parts += [] if row["loss"] == "0%" else [f"{row['loss']} loss"]
+    parts += [] if row.get("slow_start_after_idle", True) else ["no slow start after idle"]
+    return ", ".join([*parts, *([row["congestion"]] if "congestion" in row else [])])
 
 
 def _print(heads: Iterable[str], lines: Iterable[Iterable[object]]) -> None:

@@ -33,13 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from oktopk_data import made_up, read
-from oktopk_methods import CORE, METHODS, VARIANTS
+from oktopk_methods import CORE, LOW_RANK, METHODS, VARIANTS
 from oktopk_tasks import TASKS
 from oktopk_train import Run, train
 
 SPAWN = multiprocessing.get_context("spawn")
 LENGTHS = {
-    "vgg": (4, 12, 60),
+    "vgg": (4, 10, 40),
     "llama": (0.2, 0.6, 6),
     "an4": (10, 20, 80),
     "an4-small": (10, 20, 80),
@@ -62,17 +62,20 @@ def plan(options: argparse.Namespace) -> list[Run]:
     def lengths(task: str, which: slice) -> list[Run]:
         return [Run(task, m, 0, 4, epochs) for epochs in LENGTHS[task][which] for m in CORE]
 
-    first = [method for method in METHODS if method not in VARIANTS]
-    rest = [method for method in METHODS if method not in CORE]
+    first = [method for method in METHODS if method not in VARIANTS and method not in LOW_RANK]
+    rest = [method for method in first if method not in CORE]
     runs = [*full("vgg", (0,), first), *full("llama", (0,), first)]
     runs += [*full("vgg", (1, 2), CORE), *full("llama", (1, 2), CORE), *full("an4", (0,), first)]
-    runs += [*lengths("vgg", slice(2)), *lengths("llama", slice(2)), *full("an4", (1, 2), CORE)]
-    runs += [*full("vgg", (0,), VARIANTS), *full("llama", (0,), VARIANTS), *full("vgg", (0,), CORE, 16)]
-    runs += [*full("vgg", (1, 2), rest), *full("llama", (1, 2), rest)]
-    runs += [*full("vgg", (0,), CORE, rate=0.5), *full("llama", (0,), CORE, rate=0.5), *lengths("an4", slice(2))]
-    runs += [*lengths("vgg", slice(2, 3)), *lengths("llama", slice(2, 3)), *lengths("an4", slice(2, 3))]
+    runs += [*lengths("vgg", slice(3)), *lengths("llama", slice(2)), *full("an4", (1, 2), CORE)]
+    runs += [*full("vgg", (0,), VARIANTS), *full("llama", (0,), (*VARIANTS, *LOW_RANK)), *lengths("an4", slice(2))]
+    runs += [*full("vgg", (1, 2), rest), *full("llama", (1, 2), rest), *full("vgg", (0,), CORE, 16)]
+    runs += [*full("vgg", (0,), CORE, rate=0.5), *full("llama", (0,), CORE, rate=0.5)]
+    runs += [*lengths("llama", slice(2, 3)), *lengths("an4", slice(2, 3))]
     runs += [*full("an4-small", (0,), METHODS), *full("an4-small", (1, 2), CORE), *lengths("an4-small", slice(2))]
-    return [run for run in runs if run.task in options.tasks and run.method in options.methods]
+    return [
+        run for run in runs
+        if run.task in options.tasks and run.method in options.methods and run.seed in options.seeds
+    ]  # fmt: skip
 
 
 # --- processes
@@ -201,6 +204,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tasks", type=names(TASKS), default=LARGE, help="; an4-small is for a CPU")
     parser.add_argument("--methods", type=names(METHODS), default=list(METHODS))
+    parser.add_argument("--seeds", type=lambda text: [int(one) for one in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--epochs", type=epochs_of, default={}, help="of the full schedule, such as vgg=30,llama=2")
     parser.add_argument("--parallel", type=int, default=6, help="runs at a time, each in a process; 0: in this one")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.codecs import Quantize
-from thinwire.collectives import Collective, Dense, Gather, GTopk, OkTopk, TopkAllgather
+from thinwire.collectives import Collective, Dense, Gather, GTopk, LowRank, OkTopk, TopkAllgather
 from thinwire.config.presets import PRESETS
 from thinwire.config.wire import Reduction, Wire
 from thinwire.memory import EF21, Diana, ErrorFeedback, Memory, Plain, RandDiana
@@ -23,20 +23,21 @@ REFRESH = 0.05  # Rand-DIANA's probability
 
 @dataclass(frozen=True)
 class Method:
-    """name: of the row. collective, memory: of the compressed part. exact_dims: as of `Reduction`. warm: starts with
-    the task's exact steps."""
+    """name: of the row. collective, memory: of the compressed part. exact_dims, exclude: as of `Reduction`. warm:
+    starts with the task's exact steps."""
 
     name: str
     collective: Callable[[], Collective]
     memory: Callable[[], Memory] = ErrorFeedback
     exact_dims: int = 0
     warm: bool = False
+    exclude: tuple[str, ...] = ()
 
     def reduction(self, warmup: int) -> Reduction:
         """warmup: the task's exact steps, for a method that has them."""
         return Reduction(
             self.collective(), self.memory(), warmup=warmup if self.warm else 0, exact_dims=self.exact_dims,
-            unit_mb=WHOLE,
+            exclude=self.exclude, unit_mb=WHOLE,
         )  # fmt: skip
 
 
@@ -48,6 +49,13 @@ def four_bits() -> Collective:
     """The gradient wire of the preset `max`."""
     gradient: Any = Wire.of({"gradient": PRESETS["max"]["gradient"]}).gradient
     return gradient.collective
+
+
+def low_rank(name: str, rank: int, layers: int = 6) -> Method:
+    """Optimus-CC between replicas of the Llama class: the first so many of its six layers at that rank, the rest and
+    the embedding exact."""
+    later = tuple(f"blocks.{layer}.*" for layer in range(layers, 6))
+    return Method(name, lambda: LowRank(rank), exact_dims=1, exclude=("tokens.*", *later))
 
 
 def stochastic() -> Collective:
@@ -67,7 +75,13 @@ METHODS = {
         Method("Rand-DIANA 4 bits", stochastic, lambda: RandDiana(REFRESH), exact_dims=1),
         Method("Ok-Topk 2 % warm", published(0.02), warm=True),
         Method("Ok-Topk 1 % predicted", lambda: OkTopk(0.01, tau_prime=TAU_PRIME)),
+        low_rank("rank 4", 4),
+        low_rank("rank 16", 16),
+        low_rank("rank 64", 64),
+        low_rank("rank 16, 4 of 6 layers", 16, 4),
+        low_rank("rank 16, 2 of 6 layers", 16, 2),
     )
 }
 CORE = ("dense", "Ok-Topk 1 %", "Ok-Topk 2 %", "4 bits")  # on which claims are made
+LOW_RANK = tuple(name for name in METHODS if name.startswith("rank "))
 VARIANTS = ("Ok-Topk 2 % warm", "Ok-Topk 1 % predicted")

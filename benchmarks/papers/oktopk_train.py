@@ -2,7 +2,8 @@
 
 Every step computes each worker's gradient of its own batch, one after the other (on a card that is one CUDA graph).
 Then each worker's gradient goes through the library's channel and collective, with that worker's own residual, between
-members of an in-process group, as it would between processes.
+members of an in-process group, as it would between processes; of Ok-Topk as published all workers' at once, to the
+same bits (oktopk_fast.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from oktopk_fast import AllAtOnce, is_published
 from oktopk_methods import METHODS
 from oktopk_tasks import Batch, Task
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ from thinwire.collectives.in_process import InProcess, InProcessGroup
 from thinwire.collectives.oktopk import put
 from thinwire.collectives.sums import exact_mean
 from thinwire.config.wire import Reduction, warmup_steps
-from thinwire.data_parallel.gradient_units import Unit, make_units
+from thinwire.data_parallel.gradient_units import Unit, is_exact, make_units
 from thinwire.kernels import select
 from thinwire.memory import Plain
 from thinwire.memory.channel import Channel
@@ -52,11 +54,13 @@ class Run:
 
 
 class Weights:
-    """A model whose parameters lie one after the other in one vector, vectors last."""
+    """A model whose parameters lie one after the other in one vector: those that are exact last, vectors at the end."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, reduction: Reduction) -> None:
         self.model = model
-        named = sorted(model.named_parameters(), key=lambda pair: pair[1].dim() <= 1)
+        named = sorted(
+            model.named_parameters(), key=lambda pair: (is_exact(pair[0], pair[1].shape, reduction), pair[1].dim() <= 1)
+        )
         self.shapes = {name: tuple(p.shape) for name, p in named}
         self.parameters = [p for _, p in named]
         self.flat = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in self.parameters]))
@@ -155,8 +159,8 @@ class Workers:
         self.meters = [Metered(member) for member in self.group.members]
         self.units, self.warmup, self.steps = make_units(shapes, reduction), warmup_steps("gradient", reduction), 0
         self.channels = [
-            {unit: Channel(reduction.collective, Plain() if unit.exact else reduction.memory, seed=seed, name=unit.name,
-                           measure_every=0) for unit in self.units}
+            {unit: Channel(reduction.collective.for_shapes(unit.shapes), Plain() if unit.exact else reduction.memory,
+                           seed=seed, name=unit.name, measure_every=0) for unit in self.units}
             for _ in range(size)
         ]  # fmt: skip
 
@@ -188,20 +192,24 @@ class Workers:
         """Of the compressed part, before the next step."""
         return self.channels[rank][self.units[0]].state.read("e", self.units[0].name)
 
+    def sent(self) -> list[float]:
+        """Bytes per member so far."""
+        return [meter.sent for meter in self.meters]
+
     def selected(self) -> list[list[int]]:
         """Per member: entries it selected, entries that passed; of the last step."""
         states = [channels[self.units[0]].collective_state for channels in self.channels]
         return [state[self.units[0].name]["selected"].tolist() for state in states]
 
 
-def xi_of(workers: Workers, gradients: Tensor) -> Any:
+def xi_of(workers: Workers | AllAtOnce, gradients: Tensor) -> Any:
     """What `noted` needs of a step before it: the mean accumulated gradient and the mean gradient."""
     kept = [workers.residual(rank) for rank in range(len(gradients))]
     acc = torch.stack([g if e is None else g + e for g, e in zip(gradients, kept)]).mean(0)
     return acc, gradients.mean(0)
 
 
-def noted(before: Any, mean: Tensor, workers: Workers, step: int) -> dict[str, Any]:
+def noted(before: Any, mean: Tensor, workers: Workers | AllAtOnce, step: int) -> dict[str, Any]:
     """Counts and both ξ of a step: by the norm of the mean accumulated gradient, and of the mean gradient (Assumption
     1)."""
     acc, gradient = before
@@ -229,9 +237,13 @@ def rate_at(step: int, steps: int) -> float:
 def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
     """The run's row. most: end after so many steps of the schedule (0: not), to measure its speed."""
     torch.manual_seed(run.seed)
-    weights = Weights(task.build().to(task.device))
     reduction, steps = METHODS[run.method].reduction(task.warmup), task.steps(run.epochs)
-    workers = Workers(run.workers, weights.shapes, reduction, run.seed)
+    weights = Weights(task.build().to(task.device), reduction)
+    workers: Workers | AllAtOnce
+    if is_published(reduction):
+        workers = AllAtOnce(run.workers, weights.flat.numel(), reduction, task.device)
+    else:
+        workers = Workers(run.workers, weights.shapes, reduction, run.seed)
     optimiser = task.optimiser_of(weights.flat, run.rate * task.rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_at(step, steps))
     batches = task.batches(run.seed, run.workers, steps)
@@ -263,7 +275,7 @@ def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
             curve.append({"step": done, **measured(task, weights), "train": float(gradients.losses.mean())})
             if not math.isfinite(curve[-1]["loss"]):
                 break
-    sent = [meter.sent / done for meter in workers.meters]
+    sent = [nbytes / done for nbytes in workers.sent()]
     agree = all(torch.equal(means[0], mean) for mean in means[1:])
     return {
         **asdict(run), **(curve[-1] if curve else {}), "steps": done, "seconds": time.monotonic() - began,

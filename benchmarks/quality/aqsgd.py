@@ -105,8 +105,8 @@ class Schedule:
         self.tasks, self.quick, self.only = tasks, quick, only
         self.begun: set[Job] = set(self.found)
 
-    def wires(self, task: str) -> list[str]:
-        named = QUICK["wires"] if self.quick else TASKS[task].wires
+    def wires(self, task: str, seed: int = 0) -> list[str]:
+        named = QUICK["wires"] if self.quick else TASKS[task].claimed if seed else TASKS[task].wires
         return [wire for wire in named if not self.only or wire in self.only]
 
     def next(self) -> list[Job]:
@@ -119,7 +119,7 @@ class Schedule:
             if all(job in self.found for job in sweep):
                 best = min(sweep, key=lambda job: self.found[job]["held_out"][-1])
                 seeds = QUICK["seeds"] if self.quick else TASKS[task].seeds
-                jobs += [Job(task, wire, seed, best.rate) for seed in range(seeds) for wire in self.wires(task)]
+                jobs += [Job(task, wire, seed, best.rate) for seed in range(seeds) for wire in self.wires(task, seed)]
         new = [job for job in dict.fromkeys(jobs) if job not in self.begun]
         self.begun |= {*new}
         return new

@@ -5,7 +5,8 @@
 
 1. `straight`: two ranks, every preset, some rounds; also with anchors and outer state in host memory, over Gloo; and
    the seconds of one round (coding and exchange) on a model of 25 M parameters, median of five
-2. `killed`: the same, each rank saves after a step between sending and applying, and ends at once with SIGKILL
+2. `killed`: the same, --kills times: each rank saves after some step, the first time one between sending and applying,
+   then a random one, and ends at once with SIGKILL
 3. `resumed`: new processes load that, go on, and must have the bits of `straight`
 
 NCCL refuses two ranks on one card unless they claim to be different hosts, which they do here; they then talk over
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import statistics
 import tempfile
@@ -42,6 +44,11 @@ TABLES: dict[str, dict[str, Any]] = {
 RANKS = 2
 STEPS, STOP = 12, 8  # after step 8 a round of every table has been sent and not applied
 SMALL = Size(width=128, layers=2, length=32)
+
+
+def stop_after(kill: int, name: str) -> int:
+    """The step after which a preset's state is saved, and its processes killed."""
+    return STOP if kill == 0 else random.Random(f"{kill} {name}").randrange(1, STEPS)
 
 
 class Site:
@@ -85,19 +92,20 @@ def member(rank: int, part: str, folder: str, backend: str, device: str) -> None
         if part == "straight":
             _seconds(Path(folder), device)
     dist.barrier()
-    if part == "killed":
+    if part.startswith("killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     dist.destroy_process_group()
 
 
 def _train(name: str, table: dict[str, Any], part: str, folder: Path, device: str) -> None:
     site = Site(SMALL, table, device, host=part == "host")
-    file = folder / f"{name}-{dist.get_rank()}.pt"
-    if part == "resumed":
+    kind, _, kill = part.partition("-")
+    file = folder / f"{kill}-{name}-{dist.get_rank()}.pt"
+    if kind == "resumed":
         site.local.load_state_dict(torch.load(file, weights_only=True, map_location="cpu"))
-    for number in range(site.local.steps, STOP if part == "killed" else STEPS):
+    for number in range(site.local.steps, stop_after(int(kill), name) if kind == "killed" else STEPS):
         site.step(number)
-    if part == "killed":
+    if kind == "killed":
         torch.save(site.local.state_dict(), file)
         return
     site.local.finish()
@@ -126,15 +134,16 @@ def _seconds(folder: Path, device: str) -> None:
         (folder / "seconds.json").write_text(json.dumps(found))
 
 
-def start(part: str, folder: str, backend: str, device: str) -> None:
-    """Both ranks of a part, until they have ended."""
-    context = processes.spawn(member, (part, folder, backend, device), nprocs=RANKS, join=False)
-    try:
-        while not context.join():
-            pass
-    except processes.ProcessExitedException:
-        if part != "killed":
-            raise
+def start(parts: list[str], folder: str, backend: str, device: str) -> None:
+    """Both ranks of every part, side by side, until all have ended."""
+    contexts = {part: processes.spawn(member, (part, folder, backend, device), RANKS, join=False) for part in parts}
+    for part, context in contexts.items():
+        try:
+            while not context.join():
+                pass
+        except processes.ProcessExitedException:
+            if not part.startswith("killed"):
+                raise
 
 
 def compare(folder: str, part: str) -> dict[str, float]:
@@ -150,14 +159,16 @@ def compare(folder: str, part: str) -> dict[str, float]:
     return out
 
 
-def trial(backend: str, device: str) -> dict[str, Any]:
+def trial(backend: str, device: str, kills: int) -> dict[str, Any]:
     """The three parts, and what they came to."""
     with tempfile.TemporaryDirectory() as folder:
-        for part in ("straight", "killed", "resumed"):
+        for kind in ("straight", "killed", "resumed"):
             began = time.perf_counter()
-            start(part, folder, backend, device)
-            print(f"{backend}, {part}: {time.perf_counter() - began:.1f} s", flush=True)
-        row = {"backend": backend, "device": device, "resumed": compare(folder, "resumed")}
+            start([kind] if kind == "straight" else [f"{kind}-{i}" for i in range(kills)], folder, backend, device)
+            print(f"{backend}, {kind}: {time.perf_counter() - began:.1f} s", flush=True)
+        found = [compare(folder, f"resumed-{i}") for i in range(kills)]
+        stops = [{name: stop_after(i, name) for name in TABLES} for i in range(kills)]
+        row = {"backend": backend, "device": device, "kills": stops, "resumed": found}
         if device == "cuda":
             row |= {"host": compare(folder, "host"), "card": torch.cuda.get_device_name()}
         return row | {"rounds": json.loads(Path(folder, "seconds.json").read_text())}
@@ -167,9 +178,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--quick", action="store_true", help="CPU, Gloo")
+    parser.add_argument("--kills", type=int, default=5, help="of both ranks of every preset (default 5)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    row = trial("gloo", "cpu") if options.quick else trial("cpu:gloo,cuda:nccl", "cuda")
+    backend = ("gloo", "cpu") if options.quick else ("cpu:gloo,cuda:nccl", "cuda")
+    row = trial(*backend, options.kills)
     with (options.out / "local-card.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(json.dumps(row), flush=True)

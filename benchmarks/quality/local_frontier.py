@@ -2,6 +2,7 @@
 
     python benchmarks/quality/local_frontier.py --corpus code/python.xz --stage tune --steps 1000 --out out
     python benchmarks/quality/local_frontier.py --corpus code/python.xz --stage frontier seeds --steps 5000 --out out
+    python benchmarks/quality/local_frontier.py --corpus code/python.xz --jobs jobs.jsonl --budget 400 --out out
     python benchmarks/quality/local_frontier.py --quick --out out/quick             # tiny, on a CPU, in a minute
     python benchmarks/quality/local_frontier.py --pack FOLDER … --corpus code/python.xz     # Python files → a corpus
     python benchmarks/quality/local_frontier_report.py out                          # table and figure
@@ -18,13 +19,14 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from frontier_jobs import STAGES, Chosen, key, tuning
+from frontier_jobs import STAGES, Protocol, key
 from stacked_model import Size, pack, read_corpus
 from stacked_run import Job, run_jobs
 from torch import Tensor
@@ -77,12 +79,20 @@ def work(jobs: list[Job], corpus: str, device: str, graph: bool) -> list[Row]:
     return found
 
 
+def read_jobs(path: Path) -> list[Job]:
+    """One per line; `size` is [width, layers, length]."""
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return [Job(**{**line, "size": Size(*line.get("size", ()))}) for line in lines]
+
+
 class Runner:
     """Runs fleets until the budget is spent, and writes their rows at once."""
 
     def __init__(self, options: argparse.Namespace, path: Path) -> None:
         self.options, self.path = options, path
         self.began = time.perf_counter()
+        self.failed = 0  # fleets, in processes of their own: the others go on
+        self.seconds: dict[Size, float] = {}  # per unit of a job's work, of the last fleet of that size
 
     def run(self, jobs: list[Job], stage: str) -> None:
         """Those that are not in the file yet."""
@@ -92,23 +102,35 @@ class Runner:
         print(f"{stage}: {len(jobs)} runs, {len(left)} to do in {len(waiting)} fleets", flush=True)
         given = (str(self.options.corpus), self.options.device, self.options.graph)
         if self.options.parallel == 1:
-            while waiting and self.has_time():
-                self.write(work(waiting.pop(0), *given), stage)
+            for fleet in waiting:
+                if self.has_time(fleet):
+                    self.write(work(fleet, *given), stage)
             return
         with ProcessPoolExecutor(self.options.parallel, get_context("spawn")) as pool:
             under_way: set[Future[list[Row]]] = set()
-            while under_way or (waiting and self.has_time()):
-                while waiting and len(under_way) < self.options.parallel and self.has_time():
-                    under_way.add(pool.submit(work, waiting.pop(0), *given))
+            while under_way or waiting:
+                while waiting and len(under_way) < self.options.parallel:
+                    fleet = waiting.pop(0)
+                    if self.has_time(fleet):
+                        under_way.add(pool.submit(work, fleet, *given))
+                if not under_way:
+                    break
                 ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
                 for future in ended:
-                    self.write(future.result(), stage)
+                    if future.exception() is not None:
+                        self.failed += 1
+                        traceback.print_exception(future.exception())
+                    else:
+                        self.write(future.result(), stage)
 
-    def has_time(self) -> bool:
-        """Is the budget not spent?"""
-        return time.perf_counter() - self.began < self.options.budget
+    def has_time(self, fleet: list[Job]) -> bool:
+        """Will these runs end before the budget is spent, if they take as long as earlier ones?"""
+        expected = sum(job.work * self.seconds.get(job.size, 0.0) for job in fleet)
+        return time.perf_counter() - self.began + expected < self.options.budget
 
     def write(self, rows: list[Row], stage: str) -> None:
+        done = Size(**rows[0]["size"])
+        self.seconds[done] = sum(row["seconds"] for row in rows) / sum(row["work"] for row in rows)
         with self.path.open("a") as file:
             for row in rows:
                 row["stage"] = "tune" if stage == "tune" else "grid"
@@ -120,7 +142,8 @@ class Runner:
                 outer = row["table"].get("outer_lr")
                 what += f", outer {outer}" if outer is not None else ""
                 now = time.perf_counter() - self.began
-                print(f"{now:6.0f} s  {what}: {row['held']:.4f}, {less:.0f}× fewer, {row['seconds']:.1f} s", flush=True)
+                found = f"{row['held']:.4f}, {less:.0f}× fewer, {row['seconds']:.1f} s, {row['teraflops']:.0f} TFLOP/s"
+                print(f"{now:6.0f} s  {what}: {found}", flush=True)
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
@@ -129,12 +152,15 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, help="a file that --pack wrote")
     parser.add_argument("--pack", type=Path, nargs="+", help="write the corpus from the Python files of these folders")
     parser.add_argument("--limit", type=int, default=40_000_000, help="bytes of a packed corpus")
+    parser.add_argument("--jobs", type=Path, help="runs to make, a JSON object per line, instead of stages")
     parser.add_argument("--stage", nargs="+", choices=STAGES, default=list(STAGES))
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--tokens", type=int, default=4096, help="per step, over all sites")
+    parser.add_argument("--tokens", type=int, default=16384, help="per step, over all sites")
     parser.add_argument("--together", type=int, default=4, help="runs that train side by side")
     parser.add_argument("--parallel", type=int, default=1, help="processes")
-    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
+    parser.add_argument(
+        "--budget", type=float, default=1e9, help="seconds in all; no run begins that would take longer"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--eager", action="store_true", help="no CUDA graph")
     parser.add_argument("--quick", action="store_true", help="a tiny model, few steps")
@@ -163,11 +189,13 @@ def main() -> None:
         torch.set_float32_matmul_precision("high")
     path, batch = options.out / "frontier.jsonl", options.tokens // size.length
     runner = Runner(options, path)
-    for stage in options.stage:
-        if stage == "tune":
-            runner.run(tuning(options.tune_steps, batch, size), stage)
-        elif runner.has_time():
-            runner.run(Chosen(done(path), options.steps, batch, size).stage(stage), stage)
+    if options.jobs:
+        runner.run(read_jobs(options.jobs), "jobs")
+    for stage in options.stage if not options.jobs else ():
+        steps = options.tune_steps if stage == "tune" else options.steps
+        runner.run(Protocol(steps, batch, size).stage(stage), stage)
+    if runner.failed:
+        raise SystemExit(f"{runner.failed} fleets failed")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from thinwire.codecs import BinMeans, Codec, TileTopK
+from thinwire.codecs import BinMeans, Codec, TileTopK, TwoLevels
 from thinwire.codecs.levels import BINS
 from thinwire.codecs.tiles import _matrix
 from thinwire.collectives import Collective, Dense, Gather, TwoHop
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Unit
+from thinwire.kernels.levels import two_means
+from thinwire.kernels.scales import decode_scale, nearest_scale
 from thinwire.kernels.tiles import top_rows
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -91,6 +93,8 @@ def round_trip(codec: Codec, x: Tensor, shapes: Shapes) -> Tensor:
         return _tiles(codec, x, shapes)
     if isinstance(codec, BinMeans):
         return _bin_means(x)
+    if isinstance(codec, TwoLevels) and x.shape[1] % codec.block == 0:
+        return _two_levels(x, codec.block)
     span = codec.span
     if span is not None and x.shape[1] % span == 0:  # rows can be coded as one
         wire, _ = codec.encode_flagged(x)
@@ -134,6 +138,17 @@ def _matrices(codec: TileTopK, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         grid = flat.view(count, high // kind.high, wide // kind.wide, kind.high, kind.wide).transpose(2, 3)
         out[:, kind.top : kind.bottom, kind.left : kind.right] = grid.reshape(count, high, wide)
     return out
+
+
+def _two_levels(x: Tensor, block: int) -> Tensor:
+    """TwoLevels of blocks, without packing."""
+    limit = torch.finfo(torch.float32).max
+    levels = torch.stack(two_means(x.reshape(-1), block)).clamp(max=limit)
+    low, high = decode_scale(nearest_scale(levels, limit))[:, :, None]
+    blocks = x.reshape(-1, block)
+    middle = (low.double() + high.double()) / 2
+    magnitude = torch.where(blocks.abs().double() > middle, high, low)
+    return torch.where(blocks < 0, -magnitude, magnitude).view(x.shape)
 
 
 def _bin_means(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCABULARY = 256
@@ -79,6 +79,21 @@ def losses(weights: Weights, rows: Tensor, size: Size) -> Tensor:
     logits = (F.layer_norm(h, (d,)) @ weights["head"]).float()
     every = F.cross_entropy(logits.view(-1, VOCABULARY), target.reshape(-1), reduction="none")
     return every.view(copies, -1).mean(1)
+
+
+class Decoder(nn.Module):
+    """One copy, as a module: rows int64[sequences, length + 1] → their mean loss. seed: of the first weights."""
+
+    def __init__(self, size: Size, seed: int) -> None:
+        super().__init__()
+        self.size = size
+        first = size.views(size.initial(seed)[None])
+        self.names = {name.replace(".", "_"): name for name in first}  # a module's own have no dots
+        self.weights = nn.ParameterDict({given: nn.Parameter(first[n][0].clone()) for given, n in self.names.items()})
+
+    def forward(self, rows: Tensor) -> Tensor:
+        stacked = {name: self.weights[given][None] for given, name in self.names.items()}
+        return losses(stacked, rows[None], self.size)[0]
 
 
 # --- text

@@ -21,8 +21,8 @@ HELD = 512  # sequences, at the end; on the way a quarter of them
 @dataclass(frozen=True)
 class Job:
     """One run. every: H, 0 where it is none. table: `[local]`, but for `every`, as JSON would have it. apart: sites
-    have text of their own. batch: sequences per step, over all sites. keep: stacked_sites.LocalSites'. flush: the last
-    round sends all that is left, in four bits per value."""
+    have text of their own. batch: sequences per step, over all sites. flush: the last round sends all that is left, in
+    four bits per value."""
 
     method: str
     sites: int
@@ -31,7 +31,6 @@ class Job:
     steps: int
     lr: float
     table: dict[str, Any] = field(default_factory=dict, hash=False)
-    keep: float = 0.0
     flush: bool = False
     apart: bool = False
     batch: int = 16
@@ -41,6 +40,11 @@ class Job:
     def copies(self) -> int:
         """Of the model, that train."""
         return 1 if self.method in EXACT and not self.apart else self.sites
+
+    @property
+    def work(self) -> float:
+        """Operations of all passes, roughly: six per parameter and token."""
+        return 6.0 * self.size.parameters() * self.batch * self.size.length * self.steps
 
     @property
     def together(self) -> int:
@@ -70,7 +74,7 @@ class _Trainee:
         if job.method in PER_STEP:
             self.per_step = PerStep(per_step_wire(PER_STEP[job.method]), job.size, job.sites)
         else:
-            self.local = LocalSites(self.parameter.data, table_of(job.table, job.every), job.size, job.keep)
+            self.local = LocalSites(self.parameter.data, table_of(job.table, job.every), job.size)
 
     @torch.no_grad()
     def before(self, step: int, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -178,6 +182,7 @@ class Fleet:
             found |= {"held": held, "bytes": sent, "tokens": tokens, "parameters": n, "curve": run.curve}
             found |= {"bytes_per_token": sent / tokens, "fp32_bytes_per_token": dense}
             out.append(asdict(job) | found | {"seconds": seconds / len(self.runs), "fleet": len(self.runs)})
+            out[-1] |= {"work": job.work, "teraflops": 1e-12 * len(self.runs) * job.work / seconds}
         return out
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """The sites of one run, stacked: what LocalSteps does between them, and what a per-step wire does to gradients.
 
-    Δ = anchor − θ ;  u = Δ + e ;  (mean, own) = exchange(u) ;  e ← β(u − own) ;  anchor ← outer (anchor, mean)
+    Δ = anchor − keep·e − θ ;  u = Δ + e ;  (mean, own) = exchange(u) ;  e ← β(u − own)
+    anchor ← outer (anchor, mean) ;  θ ← anchor − keep·e + (θ − θ as it was sent)
 
 x[sites, n] holds all sites; `settings` are thinwire's own `Local` and `Reduction`, its units and its schedule.
 """
@@ -44,14 +45,13 @@ class Wire:
         """The mean of x[sites, n], n in the order of `spans`; residuals are taken along and left behind."""
         means, start = [], 0
         for unit in self.units:
-            u = x[:, start : start + unit.numel]
+            part = x[:, start : start + unit.numel]
             start += unit.numel
-            if unit in self.residuals:
-                u = u + self.residuals[unit]
-            mean, own = exchange(self.reduction, unit, u)
+            e = self.residuals.get(unit)
+            mean, own = exchange(self.reduction, unit, part if e is None else part + e)
             beta = self.reduction.memory.beta
             if beta is not None and not unit.exact:
-                left = u - own
+                left = part - own if e is None else e + (part - own)
                 self.residuals[unit] = left if beta == 1 else beta * left
             means.append(mean)
         return torch.cat(means)
@@ -104,13 +104,12 @@ class _Fragment:
 class LocalSites:
     """LocalSteps for all sites at once. θ is changed in place.
 
-    weights: float32[sites, n]. settings: LocalSteps'. keep: the share of the residual that stays in a site's weights,
-    θ ← anchor − keep·e, instead of waiting in e (0 in LocalSteps).
+    weights: float32[sites, n]. settings: LocalSteps'.
     """
 
-    def __init__(self, weights: Tensor, settings: Local, size: Size, keep: float = 0.0) -> None:
-        self.weights, self.settings, self.size, self.keep = weights, settings, size, keep
-        self.schedule = Schedule(settings.every, settings.fragments, settings.delay, settings.warmup)
+    def __init__(self, weights: Tensor, settings: Local, size: Size) -> None:
+        self.weights, self.settings, self.size, self.keep = weights, settings, size, settings.keep
+        self.schedule = Schedule.of(settings)
         reduction = settings.wire.gradient or Reduction(Dense())
         self.fragments = []
         for names in split_fragments(size.shapes(), settings.fragments):
@@ -125,13 +124,15 @@ class LocalSites:
         self.steps += 1
         for fragment in self.fragments:
             fragment.steps += 1
-        due = self.schedule.applied(self.steps)
-        for number in due if self.schedule.delay else ():
-            self._apply(self.fragments[number])
+        due = [self.fragments[number] for number in self.schedule.applied(self.steps)]
+        late = [fragment for fragment in due if fragment.under_way]
+        for fragment in late:
+            self._apply(fragment)
         for number in self.schedule.sent(self.steps):
             self._send(self.fragments[number])
-        for number in due if not self.schedule.delay else ():
-            self._apply(self.fragments[number])
+        for fragment in due:
+            if fragment not in late:
+                self._apply(fragment)
 
     def finish(self) -> None:
         """One last round; all sites then hold the anchor."""
@@ -157,18 +158,19 @@ class LocalSites:
         that sites have not sent yet, residuals too, is sent in four bits per value, past the outer optimiser."""
         for fragment in self.fragments:
             self._apply(fragment)
-        anchor, left = self.at_anchor(), torch.zeros_like(self.weights)
+        anchor, unsent = self.at_anchor(), torch.zeros_like(self.weights)
         for fragment in self.fragments:
-            put(left, fragment.wire.spans, fragment.wire.left(self.weights))
+            left, spans = fragment.wire.left(self.weights), fragment.wire.spans
+            put(unsent, spans, fragment.anchor.detach() - take(self.weights, spans) + (1 - self.keep) * left)
         wire = Wire(per_step_wire("max"), list(self.size.shapes()), self.size, self.weights.shape[0])
-        mean = wire.average(take(anchor - self.weights + left, wire.spans))
+        mean = wire.average(take(unsent, wire.spans))
         put(anchor, wire.spans, take(anchor, wire.spans) - mean)
         return anchor, wire.bytes
 
     @torch.no_grad()
     def _send(self, fragment: _Fragment) -> None:
         sent = take(self.weights, fragment.wire.spans)
-        mean = fragment.wire.average(fragment.anchor.detach() - sent)
+        mean = fragment.wire.average(self._base(fragment) - sent)
         fragment.under_way.append((mean, sent))
         fragment.steps = 0
         self.bytes += fragment.wire.bytes
@@ -179,17 +181,18 @@ class LocalSites:
         mean, sent = fragment.under_way.pop()
         fragment.anchor.grad = mean
         fragment.outer.step()
-        anchor, spans, mix = fragment.anchor.detach(), fragment.wire.spans, self.settings.mix
+        base, spans, mix = self._base(fragment), fragment.wire.spans, self.settings.mix
         now = take(self.weights, spans)
         if (mix == CARRY and self.settings.delay == 0) or mix == 0:
-            new = anchor.expand_as(now)
+            new = base.expand_as(now)
         else:
-            new = anchor + (now - sent) if mix == CARRY else mix * now + (1 - mix) * anchor
-        if self.keep:
-            new = new - self.keep * fragment.wire.left(now)
-            for residual in fragment.wire.residuals.values():
-                residual.mul_(1 - self.keep)
+            new = base + (now - sent) if mix == CARRY else mix * now + (1 - mix) * base
         put(self.weights.data, spans, new)
+
+    def _base(self, fragment: _Fragment) -> Tensor:
+        """anchor − keep·e: where sites go on from after a round."""
+        anchor = fragment.anchor.detach()
+        return anchor - self.keep * fragment.wire.left(self.weights) if self.keep else anchor
 
 
 class PerStep:

@@ -14,15 +14,19 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from local_steps import Job, Model, _batch, _step, corpus, loss_of, rate, sequences
+from stacked_model import Decoder, Size, pack, read_corpus, sequences, starts
+from stacked_run import Job
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -42,15 +46,14 @@ METHODS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def site(job: Job) -> tuple[float, float]:
-    """One site: (held-out loss, seconds of the steps)."""
+def site(job: Job, corpus: str) -> tuple[float, float]:
+    """One site: (held-out loss, seconds of the steps). corpus: a file that `pack` wrote."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    files, held = corpus(500_000)
-    text = torch.cat(files)
-    torch.manual_seed(job.seed)
-    model = Model(job)
+    text, held = read_corpus(Path(corpus))
+    model = Decoder(job.size, job.seed)
     inner = AdamW(model.parameters(), lr=job.lr, weight_decay=0.1)
+    begin_at = starts(text, 1, job.steps, job.sites, job.batch // job.sites, apart=False)[:, rank]
     dist.init_process_group("gloo")
     begin = _torchft if METHODS[job.method] is None else _thinwire
     context, after, finish = begin(job, model, inner, rank)
@@ -58,14 +61,17 @@ def site(job: Job) -> tuple[float, float]:
         dist.barrier()
         began = time.perf_counter()
         for step in range(job.steps):
-            _step(model, inner, rate(job, step), [_batch(job, text, rank, step, "cpu")])
+            inner.zero_grad()
+            model(sequences(text, begin_at[step], job.size.length)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            inner.param_groups[0]["lr"] = job.rate(step)
             inner.step()
             after()
         finish()
         seconds = time.perf_counter() - began
     with torch.no_grad():
-        rows = sequences(held, 64, job.length, 12345)
-        loss = float(loss_of(model, rows))
+        places = torch.linspace(0, held.numel() - job.size.length - 2, 256).long()
+        loss = float(model(sequences(held, places, job.size.length)))
     dist.barrier()
     return loss, seconds
 
@@ -121,10 +127,10 @@ def _own_address(other: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def measure(job: Job, link: dict[str, Any]) -> dict[str, Any]:
+def measure(job: Job, link: dict[str, Any], corpus: str) -> dict[str, Any]:
     """One method on a network of its own."""
     with Network(topology=in_sites(job.sites, 1, make_link(link, "")), preload=("torch",)) as net:
-        results = net.run(site, job, timeout=600.0, echo=False)
+        results = net.run(site, job, corpus, timeout=600.0, echo=False)
     sent = max(max(traffic.sent, traffic.received) for name, traffic in results.traffic.items() if "-" not in name)
     return {
         "method": job.method, "every": job.every, "loss": results[0][0], "seconds": results[0][1], "bytes": sent,
@@ -136,15 +142,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="20mbit", help="of each site's line (default 20mbit)")
     parser.add_argument("--latency", default="25ms", help="one way (default 25ms)")
-    parser.add_argument("--steps", type=int, default=200, help="a multiple of --every (default 200)")
-    parser.add_argument("--every", type=int, default=20, help="steps between two averages (default 20)")
+    parser.add_argument("--steps", type=int, default=500, help="a multiple of --every (default 500)")
+    parser.add_argument("--every", type=int, default=10, help="steps between two averages (default 10)")
     parser.add_argument("--only", nargs="*", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--corpus", help="a file that local_frontier.py --pack wrote; by default Python's own library")
     parser.add_argument("--json", metavar="PATH")
     args = parser.parse_args()
+    if args.corpus is None:
+        args.corpus = os.path.join(tempfile.mkdtemp(), "library.xz")
+        pack([Path(sysconfig.get_paths()["stdlib"])], Path(args.corpus), 4_000_000)
     rows = []
     for method in args.only:
-        job = Job(method, 2, args.every, 0, args.steps, 16, 64, 128, 2, 3e-3, None, False)
-        rows.append(measure(job, {"rate": args.rate, "latency": args.latency}))
+        size = Size(width=128, layers=2, length=64)
+        job = Job(method, 2, args.every, 0, args.steps, 3e-3, batch=16, size=size)
+        rows.append(measure(job, {"rate": args.rate, "latency": args.latency}, args.corpus))
         print(f"{method}: held-out loss {rows[-1]['loss']:.4f}, {rows[-1]['seconds']:.1f} s", flush=True)
     cells = [(r["method"], f"{r['loss']:.4f}", show_bytes(r["bytes"]), f"{r['seconds']:.1f} s") for r in rows]
     title = f"Two sites, {args.rate}, {args.latency} one way, H = {args.every}, {args.steps} steps"

@@ -81,6 +81,13 @@ class Entries:
             if not good:
                 raise InvalidExchange(what)
 
+    def all_good(self) -> Tensor:
+        """0-d bool, where messages are: the checks that were left for later, of one message at least, all of them. They
+        are forgotten."""
+        flags = [flag for _, flag in self.unread]
+        self.unread.clear()
+        return torch.stack(flags).all()
+
     def check(self, what: str, good: Tensor) -> None:
         """Raise InvalidExchange with that text unless `good`, 0-d; now, or with the checks left for later."""
         self.unread.append((what, good))

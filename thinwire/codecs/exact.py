@@ -56,6 +56,16 @@ class Cast(Codec):
     span = 1
     never_syncs = True
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What values become."""
+        return CASTS[self.to]
+
+    @property
+    def adds(self) -> bool:
+        """Can torch and its backends add values of that type?"""
+        return self.dtype.itemsize > 1
+
     def encode_flagged(self, x: Tensor, seed: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
         wire, finite = super().encode_flagged(x, seed, into)
         return wire, finite & is_finite(from_raw(wire, CASTS[self.to]))

@@ -86,13 +86,14 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def starting_factor(matrix: Tensor, rank: int, seed: int, prev: Tensor | None) -> Tensor:
-    """Q₀ [columns, rank]: prev with unit columns; columns that vanished (zero gradients) are drawn afresh."""
+    """Q₀ [columns, rank]: prev with unit columns; columns that vanished (zero gradients) are drawn afresh. prev
+    may also be [batch, columns, rank], of as many matrices."""
     columns = matrix.shape[1]
     fresh = gaussian(columns * rank, seed, matrix.device).to(matrix.dtype).view(columns, rank)
-    if prev is None or prev.shape != fresh.shape:
+    if prev is None or prev.shape[-2:] != fresh.shape:
         return fresh
     prev = prev.to(matrix.dtype)
-    norm = torch.linalg.vector_norm(prev, dim=0)
+    norm = torch.linalg.vector_norm(prev, dim=-2, keepdim=True)
     return torch.where(norm > 0, prev / torch.where(norm > 0, norm, 1.0), fresh)
 
 

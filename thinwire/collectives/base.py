@@ -35,7 +35,8 @@ class Collective:
         replaced in place. key: names the tensor in errors. step: its number. seed: the group's, of this message.
 
         InvalidExchange, after the last message, where this member sees that the result cannot be used; others may not
-        have seen it, and the caller has to agree with them (`Reducer`, `tw.all_reduce` and `FrozenAdam` do).
+        have seen it, and the caller has to agree with them (`Reducer`, `tw.all_reduce` and `FrozenAdam` do). On a card
+        some raise nothing, since the host would have to wait: the mean is not finite then.
         """
         return finish(self.steps(u, group, state=state, key=key, step=step, seed=seed))
 
@@ -48,6 +49,10 @@ class Collective:
             raise NotImplementedError(f"{type(self).__name__} has neither exchange nor steps")
         yield from ()
         return self.exchange(u, group, state=state, key=key, step=step, seed=seed)
+
+    def mean_steps(self, u: Tensor, group: Group = None) -> Steps[Tensor] | None:
+        """`steps` for a memory that does not ask for this member's part, where that is cheaper; else None."""
+        return None
 
     def mean(self, x: Tensor, group: Group = None) -> Tensor:
         """The exact mean, for what a memory sends in full."""

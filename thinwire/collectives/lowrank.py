@@ -65,20 +65,23 @@ class LowRank(Collective):
     ) -> Steps[tuple[Tensor, Tensor]]:
         parts = self._parts(u)
         ranks = [self.rank_of(tuple(part.shape)) for part in parts]
-        raw = [rank == 0 for rank in ranks]
-        thin = [i for i, whole in enumerate(raw) if not whole]
-        matrices = {i: parts[i].reshape(matrix_shape(tuple(parts[i].shape))) for i in thin}
+        raw = [i for i, rank in enumerate(ranks) if rank == 0]
+        batches = _batches(parts, ranks, u.is_cuda)
         start = derive("lowrank", seed)
-        starts = {i: starting_factor(m, ranks[i], start, state.get(f"q{i}")) for i, m in matrices.items()}
-        first = [part if whole else matrices[i] @ starts[i] for i, (part, whole) in enumerate(zip(parts, raw))]
-        means = yield from _mean(first, group)
-        lefts = _orthonormal({i: means[i] for i in thin})
-        rights = {i: matrices[i].T @ lefts[i] for i in thin}
-        mean_rights = dict(zip(thin, (yield from _mean(list(rights.values()), group)))) if thin else {}
-        state.update({f"q{i}": right for i, right in mean_rights.items()})
-        mean = [part if whole else lefts[i] @ mean_rights[i].T for i, (part, whole) in enumerate(zip(means, raw))]
-        own = [part if whole else lefts[i] @ rights[i].T for i, (part, whole) in enumerate(zip(parts, raw))]
-        return _flat(mean).view(u.shape).to(u.dtype), _flat(own).view(u.shape).to(u.dtype)
+        # 1. the mean of the left factors, and of what travels as it is
+        first = [batch.matrices @ batch.starts(state, start) for batch in batches]
+        whole = yield from _mean([*first, *(parts[i] for i in raw)], group)
+        means, own = dict(zip(raw, whole[len(batches) :])), {i: parts[i] for i in raw}
+        # 2. and 3. made orthonormal; the mean of the right factors
+        lefts = _orthonormal(whole[: len(batches)])
+        rights = [batch.matrices.mT @ left for batch, left in zip(batches, lefts)]
+        mean_rights = (yield from _mean(rights, group)) if batches else []
+        # 4. the means, and this member's parts of them
+        for batch, left, right, mean_right in zip(batches, lefts, rights, mean_rights):
+            state.update(zip(batch.names, mean_right))
+            means.update(zip(batch.places, left @ mean_right.mT))
+            own.update(zip(batch.places, left @ right.mT))
+        return tuple(_flat([of[i] for i in range(len(parts))]).view(u.shape).to(u.dtype) for of in (means, own))  # type: ignore[return-value]
 
     def _parts(self, u: Tensor) -> list[Tensor]:
         """u cut into tensors of the given shapes, a convolution's as out × rest, in a type that QR takes."""
@@ -91,6 +94,38 @@ class LowRank(Collective):
         return [part.view(shape) for part, shape in zip(flat.split(numels), matrices)]
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Matrices of one shape and rank. places: which of the parts they are. matrices: [batch, rows, columns]."""
+
+    places: list[int]
+    matrices: Tensor
+    rank: int
+
+    @property
+    def names(self) -> list[str]:
+        """Of their right factors in the state."""
+        return [f"q{i}" for i in self.places]
+
+    def starts(self, state: State, seed: int) -> Tensor:
+        """[batch, columns, rank]: what each begins with."""
+        columns = self.matrices.shape[2]
+        kept = [state.get(name) for name in self.names]
+        if any(factor is None or factor.shape != (columns, self.rank) for factor in kept):
+            return torch.stack([starting_factor(m, self.rank, seed, q) for m, q in zip(self.matrices, kept)])
+        return starting_factor(self.matrices[0], self.rank, seed, torch.stack([q for q in kept if q is not None]))
+
+
+def _batches(parts: list[Tensor], ranks: list[int], together: bool) -> list[_Batch]:
+    """The parts that have a rank, each alone, or `together` with those of its shape: on a card launches count."""
+    shapes = {i: matrix_shape(tuple(parts[i].shape)) for i, rank in enumerate(ranks) if rank}
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for i, shape in shapes.items():
+        alike.setdefault((*shape, ranks[i]) if together else (i,), []).append(i)
+    places = alike.values()
+    return [_Batch(same, torch.stack([parts[i].view(shapes[i]) for i in same]), ranks[same[0]]) for same in places]
+
+
 def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
@@ -101,11 +136,29 @@ def _mean(tensors: list[Tensor], group: Group) -> Steps[list[Tensor]]:
     return [part.view(t.shape) for part, t in zip(whole.split([t.numel() for t in tensors]), tensors)]
 
 
-def _orthonormal(factors: dict[int, Tensor]) -> dict[int, Tensor]:
-    """QR of every factor, those of one shape in one batched call (twice as fast as one by one for a dozen)."""
+def _orthonormal(factors: list[Tensor]) -> list[Tensor]:
+    """Each [batch, rows, rank] with orthonormal columns. On CPUs by QR, those of one shape in one batched call (twice
+    as fast as one by one for a dozen)."""
+    if factors and factors[0].is_cuda:
+        return [by_cholesky(factor) for factor in factors]
     out: dict[int, Tensor] = {}
-    by_shape = sorted(factors, key=lambda i: tuple(factors[i].shape))
+    by_shape = sorted(range(len(factors)), key=lambda i: tuple(factors[i].shape))
     for _, same in groupby(by_shape, key=lambda i: tuple(factors[i].shape)):
         places = list(same)
         out |= zip(places, torch.linalg.qr(torch.stack([factors[i] for i in places])).Q)
-    return out
+    return [out[i] for i in range(len(factors))]
+
+
+def by_cholesky(factor: Tensor) -> Tensor:
+    """float[batch, rows, rank] → A·L⁻ᵀ with L·Lᵀ = AᵀA: orthonormal columns, zeros where A is zero.
+
+    A card makes QR column by column, hundreds of small kernels; this is a handful. Columns are made equally long first,
+    and all is in float64: squaring the condition number then loses nothing that float32 held. What is added to the
+    diagonal is less than float32's rounding.
+    """
+    wide = factor.double()
+    wide = wide / torch.linalg.vector_norm(wide, dim=-2, keepdim=True).clamp(min=1e-150)
+    gram = wide.mT @ wide
+    gram.diagonal(dim1=-2, dim2=-1).add_(1e-14)
+    lower = torch.linalg.cholesky_ex(gram).L
+    return torch.linalg.solve_triangular(lower.mT, wide, upper=True, left=False).to(factor.dtype)

@@ -47,6 +47,9 @@ class OkTopk(Collective):
     7. swap: everybody's share to everybody; mean = sum/P
     own = this member's entries that passed globally, as they were sent, plus what coding did to the sums it owns.
 
+    On a card the host waits twice: for the counts of step 3 and of step 5 (more often where regions are cut or the
+    prediction missed). Where a message was damaged the mean is NaN there.
+
     `scope="model"`: k is the whole model's. Every unit is exchanged on its own, as early as it is there;
     `finish_step`, once per step, shares k out anew so that all units come to the same threshold. Without `finish_step`
     every unit keeps its own k.
@@ -104,7 +107,7 @@ class OkTopk(Collective):
         reused = None if self.thresholds == "predicted" else Reused(self.thresholds == "nudged")
         again = age % self.tau_prime == 0
         picked = thresholds.pick(flat, k, state) if reused is None else reused.pick(flat, k, state, again)
-        if float(state["seen_l"][0]) <= thresholds.SMALLEST:  # fewer than k may not be zero
+        if "seen_l" in state and float(state["seen_l"][0]) <= thresholds.SMALLEST:  # fewer than k may not be zero
             keep = torch.nonzero(picked[1]).reshape(-1)
             picked = picked[0][keep], picked[1][keep]
         # 2. regions and their owners
@@ -124,6 +127,8 @@ class OkTopk(Collective):
         if not code.is_exact:  # what coding did to the sums it owns
             select.scatter_add(own, owned[0], mean[owned[0]] * (size / unit) - sums)
         own = own if unit == 1 else own * unit
+        if thresholds.is_on_card(mean):  # the caller looks whether it is finite, and waits then
+            mean.masked_fill_(~code.all_good(), float("nan"))
         code.raise_if_damaged()
         state["selected"] = torch.tensor([picked[0].numel(), passed.numel()])  # locally, globally
         state["age"] = torch.tensor(age + 1)
@@ -140,23 +145,38 @@ class OkTopk(Collective):
         """Step 2: boundaries of equal pooled load, and the shift that keeps most entries at home."""
         size, _ = world(group)
         if not self.repartition:
-            state["bounds"] = torch.tensor(region_bounds(n, size), device=index.device)
+            state["bounds"] = torch.tensor(region_bounds(n, size))
             state["shift"] = torch.tensor(0)
             return
-        bins = min(INDEX_BINS, n)
-        counts = all_reduce(torch.bincount(index * bins // n, minlength=bins).int(), group).double()
-        load = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-        wanted = load[-1] * torch.arange(1, size, device=load.device) / size
-        place = torch.searchsorted(load, wanted).clamp(1, bins)
-        share = (wanted - load[place - 1]) / (load[place] - load[place - 1]).clamp(min=1e-30)
-        inner = (((place - 1) + share.clamp(0, 1)) * n / bins).long()
-        ends = torch.tensor([0, n], device=inner.device)
-        bounds = torch.cat((ends[:1], inner, ends[1:])).cummax(0).values
-        state["bounds"] = bounds
+        counts = all_reduce(index_histogram(index, n), group)
+        bounds = equal_load(counts, n, size)
+        state["bounds"] = bounds.cpu()
         held = torch.searchsorted(index, bounds).diff()
-        matrix = torch.stack(gather(held, group)).tolist()  # [member][region]
-        home = [sum(matrix[(j + s) % size][j] for j in range(size)) for s in range(size)]
-        state["shift"] = torch.tensor(max(range(size), key=home.__getitem__))
+        state["shift"] = torch.tensor(home_shift(torch.stack(gather(held, group)).tolist()))
+
+
+def index_histogram(index: Tensor, n: int) -> Tensor:
+    """int32[bins]: where in n values these entries lie."""
+    bins = min(INDEX_BINS, n)
+    return torch.bincount(index * bins // n, minlength=bins).int()
+
+
+def equal_load(counts: Tensor, n: int, size: int) -> Tensor:
+    """int64[size + 1]: boundaries of regions of n values with equally many entries. counts: their histogram."""
+    bins, load = counts.numel(), torch.cat((counts.new_zeros(1).double(), counts.double().cumsum(0)))
+    wanted = load[-1] * torch.arange(1, size, device=load.device) / size
+    place = torch.searchsorted(load, wanted).clamp(1, bins)
+    share = (wanted - load[place - 1]) / (load[place] - load[place - 1]).clamp(min=1e-30)
+    inner = (((place - 1) + share.clamp(0, 1)) * n / bins).long()
+    ends = torch.tensor([0, n], device=inner.device)
+    return torch.cat((ends[:1], inner, ends[1:])).cummax(0).values
+
+
+def home_shift(held: list[list[int]]) -> int:
+    """The shift of regions to owners that keeps most entries where they are. held: [member][region], how many."""
+    size = len(held)
+    home = [sum(held[(j + s) % size][j] for j in range(size)) for s in range(size)]
+    return max(range(size), key=home.__getitem__)
 
 
 def _passed(sent: Picked, index: Tensor, n: int) -> Tensor:

@@ -29,10 +29,14 @@ def region_bounds(n: int, size: int) -> list[int]:
     return [n * j // size for j in range(size + 1)]
 
 
-def cut(picked: Picked, bounds: list[int]) -> list[Picked]:
-    """Entries → per region (indices relative to its start, values)."""
+def edges_of(index: Tensor, bounds: list[int]) -> Tensor:
+    """int64[P + 1]: where among ascending indices each region begins, and the last one ends."""
+    return torch.searchsorted(index, torch.tensor(bounds, device=index.device))
+
+
+def cut(picked: Picked, bounds: list[int], edges: list[int]) -> list[Picked]:
+    """Entries → per region (indices relative to its start, values). edges: what `edges_of` gives."""
     index, values = picked
-    edges = torch.searchsorted(index, torch.tensor(bounds, device=index.device)).tolist()
     return [(index[a:b] - lo, values[a:b]) for a, b, lo in zip(edges, edges[1:], bounds)]
 
 
@@ -70,16 +74,18 @@ def split_and_reduce(
     size, rank = world(group)
     lengths = [b - a for a, b in pairwise(bounds)]
     mine = (rank - shift) % size
-    parts = cut(picked, bounds)
-    counts = [index.numel() for index, _ in parts]
-    announced = torch.tensor(counts, device=picked[0].device)
+    edges = edges_of(picked[0], bounds)
+    announced = edges.diff()
     announced[0] += LARGE * may_overflow(picked[1], size)
     everybody = torch.stack(gather(announced, group))
-    *column, large = torch.cat((everybody[:, mine] % LARGE, (everybody[:, :1] >= LARGE).any(0))).tolist()
+    # all that is to be known here, for one wait where it is on a card
+    *known, large = torch.cat((edges, everybody[:, mine] % LARGE, (everybody[:, :1] >= LARGE).any(0))).tolist()
+    column = known[size + 1 :]
     unit = large_unit(size) if large else 1.0
     if large:
         picked = picked[0], picked[1] / unit
-        parts = cut(picked, bounds)
+    parts = cut(picked, bounds, known[: size + 1])
+    counts = [index.numel() for index, _ in parts]
     messages = [code.encode(*part, length) for part, length in zip(parts, lengths)]
     outgoing = [messages[(owner - shift) % size] for owner in range(size)]
     dtype = picked[1].dtype

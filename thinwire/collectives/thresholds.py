@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 from thinwire.collectives.base import State
-from thinwire.collectives.groups import Group
+from thinwire.collectives.groups import Group, world
 from thinwire.collectives.messages import all_reduce, gather
 from thinwire.collectives.regions import Picked
 from thinwire.kernels import select
 
 AIM, MOST = 2.0, 5.0  # candidates, in k: what th_l is made for, and what is still worth sifting
+ROOM = 3  # sums that one owner may hold above the lowest threshold, in k, where memory is padded
 GRID, RATIO = 17, 1.08  # thresholds that sums are counted at; neighbours' counts differ by about this factor
 MARGIN = 4  # thresholds above the chosen one that a slope is measured on, at least
 STRETCH = 1.1  # a second threshold, that shows how counts fall
@@ -56,38 +57,31 @@ def pick(flat: Tensor, k: int, state: State) -> Picked:
 
     flat: float[n]. state: the unit's; the prediction is taken from it and corrected in it.
     """
+    if is_on_card(flat):  # the exact selection takes one pass there too, and no prediction has to be judged
+        return select.top(flat, k)
     if "seen_l" in state:
         low = float(state["th_l"]) * AIM ** (-1 / float(state["seen_l"][2]))
-        index, values, found = candidates(flat, low, min(flat.numel(), int(MOST * k)))
+        index, values = select.select(flat, low, flat.numel())
         if k <= index.numel() <= MOST * k:
             place, values = select.top(values, k)
-            exact, beyond, count = _edge(values, found)
-            if k <= count <= MOST * k:
-                _learn(state, "l", exact, k, math.log(k / max(beyond, 0.5)) / math.log(STRETCH))
-                return index[place], values
+            _learn(state, "l", *_edge(values, k))
+            return index[place], values
     picked = select.top(flat, k)
-    exact, beyond, _ = _edge(picked[1], torch.tensor(k, device=flat.device))
-    _learn(state, "l", exact, k, math.log(k / max(beyond, 0.5)) / math.log(STRETCH))
+    _learn(state, "l", *_edge(picked[1], k))
     return picked
 
 
-def candidates(flat: Tensor, low: float, room: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(indices, values) of |x| ≥ low, and how many there are, 0-d. On a card, which would have to be waited for to know
-    their number, they are padded to `room` with zeros; what is beyond it is not there."""
-    if not flat.is_cuda:
-        index, values = select.select(flat, low, flat.numel())
-        return index, values, torch.tensor(index.numel())
-    index, values = torch.empty(room, dtype=torch.int64, device=flat.device), flat.new_empty(room)
-    return index, values, select.select_into(flat, low, index, values)
+def is_on_card(x: Tensor) -> bool:
+    """Does the host have to wait before it knows a value of x?"""
+    return x.is_cuda
 
 
-def _edge(values: Tensor, count: Tensor) -> tuple[float, float, float]:
-    """(the least magnitude, how many lie STRETCH above it, count), for one wait."""
+def _edge(values: Tensor, k: int) -> tuple[float, int, float]:
+    """(the least of k magnitudes, k, how counts fall there), as `_learn` takes them."""
     sizes = values.abs().float()
     least = sizes.min()
-    beyond = (sizes >= least * STRETCH).sum(dtype=torch.float64)
-    exact, above, found = torch.stack((least.double(), beyond, count.double())).tolist()
-    return exact, above, found
+    beyond = int((sizes >= least * STRETCH).sum())
+    return float(least), k, math.log(k / max(beyond, 0.5)) / math.log(STRETCH)
 
 
 def pick_sums(region: Tensor, k: int, state: State, group: Group, fresh: bool) -> tuple[Picked, list[int]]:
@@ -99,30 +93,56 @@ def pick_sums(region: Tensor, k: int, state: State, group: Group, fresh: bool) -
     if not fresh and "seen_g" in state:
         slope = float(state["seen_g"][2])
         step = math.log(RATIO) / slope
-        grid = float(state["th_g"]) * torch.exp(step * (torch.arange(GRID, device=region.device) - GRID // 2))
-        (index, values), place, counts = _above(region, grid.clamp(min=SMALLEST), group)
-        total = counts.sum(0).tolist()
+        grid = (float(state["th_g"]) * torch.exp(step * (torch.arange(GRID) - GRID // 2))).clamp(min=SMALLEST)
+        above = _above_padded if is_on_card(region) else _above
+        picked, place, counts = above(region, grid.to(region.device), group, ROOM * k)
+        table = counts.tolist()  # on a card the one wait
+        total = [sum(column) for column in zip(*table)]
         best = min(range(GRID), key=lambda j: (abs(math.log(max(total[j], 0.5) / k)), -j))
-        if k <= DRIFT * total[best] and total[best] <= DRIFT * k:
+        if min(map(min, table)) >= 0 and k <= DRIFT * total[best] and total[best] <= DRIFT * k:
             if best < GRID - MARGIN:
                 slope = math.log(total[best] / max(total[-1], 0.5)) / (step * (GRID - 1 - best))
             _learn(state, "g", float(grid[best]) * (total[best] / k) ** (1 / max(slope, FLATTEST)), total[best], slope)
-            keep = torch.nonzero(place > best).reshape(-1)
-            return (index[keep], values[keep]), counts[:, best].tolist()
+            held = [row[best] for row in table]
+            return _first_passing(picked, place, best, held[world(group)[1]]), held
     exact_one = pooled_threshold(region, k, group)
-    picked, _, counts = _above(region, torch.stack((exact_one, exact_one * STRETCH)), group)
+    picked, _, counts = _above(region, torch.stack((exact_one, exact_one * STRETCH)), group, region.numel())
     count, beyond = counts.sum(0).tolist()
     _learn(state, "g", float(exact_one), count, math.log(max(count, 1) / max(beyond, 0.5)) / math.log(STRETCH))
     return picked, counts[:, 0].tolist()
 
 
-def _above(region: Tensor, grid: Tensor, group: Group) -> tuple[Picked, Tensor, Tensor]:
+def _above(region: Tensor, grid: Tensor, group: Group, room: int) -> tuple[Picked, Tensor, Tensor]:
     """This member's sums above the lowest of ascending thresholds; how many thresholds each of them passes; [members,
     grid]: how many sums pass each, everywhere."""
     picked = entries_above(region, grid[0])
     place = torch.bucketize(picked[1].abs().float(), grid, right=True).clamp(min=1)  # they all pass the lowest
     passing = torch.bincount(place, minlength=grid.numel() + 1)[1:].flip(0).cumsum(0).flip(0)
     return picked, place, torch.stack(gather(passing.int(), group))
+
+
+def _above_padded(region: Tensor, grid: Tensor, group: Group, room: int) -> tuple[Picked, Tensor, Tensor]:
+    """`_above` without waiting for the card: in memory for `room` sums at most, those left over pass no threshold. A
+    member with more says −1 for all its counts."""
+    wide = region.to(torch.promote_types(region.dtype, torch.float32))
+    room = min(room, region.numel())
+    index, values = torch.empty(room, dtype=torch.int64, device=region.device), wide.new_empty(room)
+    found = select.select_into(wide, grid[0], index, values)
+    place = torch.bucketize(values.abs().float(), grid, right=True)
+    passing = (place > torch.arange(grid.numel(), device=region.device)[:, None]).sum(1)
+    passing = torch.where(found <= room, passing, -1)
+    return (index, values.to(region.dtype)), place, torch.stack(gather(passing.int(), group))
+
+
+def _first_passing(picked: Picked, place: Tensor, best: int, count: int) -> Picked:
+    """The `count` entries that pass more than `best` thresholds."""
+    index, values = picked
+    if not is_on_card(index):
+        keep = torch.nonzero(place > best).reshape(-1)
+    else:  # their number is known: nothing has to be waited for
+        keep, held = torch.empty(count, dtype=torch.int64, device=index.device), torch.empty(count, device=index.device)
+        select.select_into(place.float(), best + 1.0, keep, held)
+    return index[keep], values[keep]
 
 
 def entries_above(region: Tensor, threshold: Tensor) -> Picked:

@@ -29,7 +29,11 @@ class Local:
     offset. delay: inner steps between sending a fragment and applying its mean, less than `every`.
     outer_lr, momentum, nesterov: of the outer optimiser, SGD on the anchors.
     mix: what a site keeps of its own weights when a mean is applied: "carry", or a share from 0 to under 1.
+    keep: the share, from 0 to 1, of the residual that stays in a site's weights, θ ← anchor − keep·e. With 0 what was
+    not sent waits, and the site learns it again; with 1 the site goes on from it.
     warmup: the first inner steps, after each of which weights are averaged exactly.
+    grow: rounds become rarer: after inner step t the next one is t/grow steps later, at least 1 and at most `every`; 0:
+    always `every`. For one fragment.
     host: anchors, the outer optimiser's state and residuals are kept in host memory, and exchanged from there.
     """
 
@@ -41,11 +45,13 @@ class Local:
     momentum: float = 0.9
     nesterov: bool = True
     mix: str | float = CARRY
+    keep: float = 0.0
     warmup: int = 0
+    grow: int = 0
     host: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("every", 1), ("fragments", 1), ("delay", 0), ("warmup", 0)):
+        for name, least in (("every", 1), ("fragments", 1), ("delay", 0), ("warmup", 0), ("grow", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UsageError(f"[local] {name} = {value!r}: must be an integer, {least} or more")
@@ -53,9 +59,17 @@ class Local:
             raise UsageError(f"[local] delay = {self.delay}: must be less than every = {self.every}")
         if self.fragments > self.every:
             raise UsageError(f"[local] fragments = {self.fragments}: at most one per inner step, every = {self.every}")
+        if self.grow and self.fragments > 1:
+            raise UsageError(f"[local] grow = {self.grow}: for one fragment, not {self.fragments}")
         share = isinstance(self.mix, (int, float)) and not isinstance(self.mix, bool) and 0 <= self.mix < 1
         if self.mix != CARRY and not share:
             raise UsageError(f'[local] mix = {self.mix!r}: must be "carry", or a share from 0 to under 1')
+        if not isinstance(self.keep, (int, float)) or isinstance(self.keep, bool) or not 0 <= self.keep <= 1:
+            raise UsageError(f"[local] keep = {self.keep!r}: must lie in [0, 1]")
+        if self.keep and (self.wire.gradient is None or self.wire.gradient.memory.beta is None):
+            raise UsageError(
+                f"[local] keep = {self.keep!r}: the wire leaves no residual to keep (memory = error_feedback)"
+            )
         if not isinstance(self.outer_lr, (int, float)) or not self.outer_lr > 0:
             raise UsageError(f"[local] outer_lr = {self.outer_lr!r}: must be positive")
         if not isinstance(self.momentum, (int, float)) or not 0 <= self.momentum < 1:

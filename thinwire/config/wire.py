@@ -161,8 +161,7 @@ class Wire:
             raise UsageError("[wire.backward] tokens: gradients have no means; leave it out")
         if not isinstance(self.auto, bool):
             raise UsageError(f"[wire] auto = {self.auto!r}: must be true or false")
-        whole = isinstance(self.streams, int) and not isinstance(self.streams, bool)
-        if self.streams != "auto" and not (whole and 1 <= int(self.streams) <= MOST_STREAMS):
+        if self.streams != "auto" and not (_is_count(self.streams) and 1 <= int(self.streams) <= MOST_STREAMS):
             raise UsageError(f'[wire] streams = {self.streams!r}: allowed are 1 to {MOST_STREAMS}, and "auto"')
 
     def with_epoch(self, steps: int, passes: int = 1) -> Wire:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import is_finite
 from thinwire.collectives.early import Early
 from thinwire.collectives.flows import Flows
 from thinwire.collectives.groups import ALONE, Group, Metered, without_meter, world
@@ -18,6 +17,7 @@ from thinwire.collectives.sums import exact_mean, exact_mean_steps
 from thinwire.collectives.transit import Transit
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Shape, Unit, make_units
+from thinwire.distributed.later_checks import LaterChecks
 from thinwire.distributed.summary import Summary
 from thinwire.errors import InvalidExchange, UsageError
 from thinwire.memory import Plain
@@ -60,6 +60,7 @@ class Exchange:
         self.averaged = 0  # values, in this exchange's own steps since its group last changed
         self.ring_bytes_before = 0  # of earlier groups
         self.is_open = False  # a step, between its first reduction and commit or rollback
+        self.later = LaterChecks()  # read by `agree`
         self.residuals_before: dict[Unit, Tensor | None] = {}  # of the open step, before the unit's last reduction
 
     def _join(self, group: Group, own_group: bool, streams: int) -> None:
@@ -146,11 +147,8 @@ class Exchange:
 
     def reduce(self, unit: Unit, x: Tensor, exact: bool = False) -> Tensor:
         """x: float32[unit.numel], flat → its mean over the group. `exact`: nothing is left out, and the residual is
-        sent with it.
-
-        InvalidExchange, perhaps on some ranks only, where the mean or the residual leaves its type's range or a message
-        was damaged: ranks are still in step, and must agree to roll back.
-        """
+        sent with it. InvalidExchange, perhaps on some ranks only, where the mean or the residual leaves its type's
+        range or a message was damaged: ranks are still in step, and must agree (`agree`) to roll back."""
         return finish(self.reduce_steps(unit, x, exact))
 
     def reduce_steps(self, unit: Unit, x: Tensor, exact: bool = False) -> Steps[Tensor]:
@@ -165,14 +163,15 @@ class Exchange:
         self.averaged += x.numel()
         if not (exact or unit.exact):
             mean = yield from channel.reduce_steps(unit.name, x, group)
-            left = channel.state.read("e", unit.name)
-            if not bool(is_finite(mean) if left is None else is_finite(mean) & is_finite(left)):
-                raise InvalidExchange(f"{unit.name}: the mean or the residual is NaN or Inf")
+            self.later.check_finite(unit.name, mean, channel.state.read("e", unit.name))
             return mean
         if residual is not None:
-            x = x + residual
-            channel.state.write("e", unit.name, torch.zeros_like(residual))
-        return (yield from exact_mean_steps(x, group))
+            x = x + residual.to(x.device)
+            channel.state.write("e", unit.name, torch.zeros_like(x))
+        mean = yield from exact_mean_steps(x, group)
+        if mean.is_cuda:  # elsewhere it has been looked at
+            self.later.check_finite(unit.name, mean)
+        return mean
 
     def reduce_all(self, values: Callable[[Unit], Tensor], exact: bool = False) -> dict[Unit, Tensor] | None:
         """Every unit's mean, for the caller to commit. None, on all ranks: the step was rolled back, since some rank's
@@ -195,7 +194,8 @@ class Exchange:
 
     def agree(self, flags: Tensor) -> Tensor:
         """uint8[…]: the maximum of every flag over the ranks. The first is also set where a message since the last
-        agreement did not arrive as it was sent."""
+        agreement did not arrive as it was sent, or a check that was left was not good."""
+        flags = self.later.into(flags)
         if self.size == 1:
             return flags
         if self.flag_group.early is not None:
@@ -227,8 +227,7 @@ class Exchange:
     def restore_residual(self, unit: Unit, span: slice) -> None:
         """A parameter that no rank used, at `span` of its unit, keeps the residual that it had before the unit's last
         reduction: what was sent of it is not applied anywhere."""
-        channel = self.channels[unit]
-        before = self.residuals_before[unit]
+        channel, before = self.channels[unit], self.residuals_before[unit]
         now = channel.state.read("e", unit.name)
         if now is not None:
             kept = now.clone()
@@ -256,6 +255,7 @@ class Exchange:
             end(channel)
         self.steps += 1
         self.is_open = False
+        self.later.unread.clear()
         self.residuals_before.clear()
 
     # --- checkpoints: per parameter, so that units may change between runs

@@ -26,6 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from thinwire.collectives.groups import elastic
+from thinwire.collectives.members import Members
 from thinwire.config.wire import Wire, WireLike
 from thinwire.data_parallel.checkpoint import read_state
 from thinwire.data_parallel.handle import Handle, LossScaler
@@ -41,8 +43,8 @@ class Backward:
     """One backward pass, from FSDP's first reduction to the end of backward."""
 
     held: dict[str, Tensor | None]  # what .grad held before it
-    factors: dict[str, int] = field(default_factory=dict)  # of parameters that arrived: what the mean is multiplied by
-    factor: int = 1  # of the parameter group that FSDP hands over now
+    summed: dict[str, bool] = field(default_factory=dict)  # of parameters that arrived: is the sum wanted, not the mean
+    sums: bool = False  # of the parameter group that FSDP hands over now
     values_left: int = 0  # of that group, not handed over yet
     stream: torch.cuda.Stream | None = None  # the one that FSDP hands gradients over on
 
@@ -51,13 +53,13 @@ class CompressedFSDP(Handle):
     """The handle of a compressed FSDP model, made by `compress_fsdp`.
 
     parameters: the sharded ones that train, by name. reducer: of this rank's shards of them. mesh: of the shards of a
-    site. replicas: the process group of the ranks that hold the same shard. auto: measure, and stay exact where that
-    is faster.
+    site. replicas: the process group, or quorum, of the ranks that hold the same shard. auto: measure, and stay exact
+    where that is faster.
     """
 
     def __init__(
-        self, parameters: dict[str, DTensor], reducer: Reducer, mesh: DeviceMesh, replicas: dist.ProcessGroup,
-        auto: bool,
+        self, parameters: dict[str, DTensor], reducer: Reducer, mesh: DeviceMesh,
+        replicas: dist.ProcessGroup | Members, auto: bool,
     ) -> None:  # fmt: skip
         super().__init__(reducer, auto)
         self.parameters = parameters
@@ -116,7 +118,7 @@ class CompressedFSDP(Handle):
             self.backward = self._begin_backward()
         self._check_complete(self.backward)
         self.backward.values_left = reduced.numel()
-        self.backward.factor = 1 if reduction.divide_factor is None else self.reducer.size
+        self.backward.sums = reduction.divide_factor is not None
         if reduced.is_cuda:
             self.backward.stream = torch.cuda.current_stream(reduced.device)
 
@@ -124,10 +126,10 @@ class CompressedFSDP(Handle):
         """One parameter's gradient, the mean of this site (or its sum, divided as the user said)."""
         backward, gradient = self.backward, parameter.grad
         assert backward is not None and isinstance(gradient, DTensor)
-        if name in backward.factors:
+        if name in backward.summed:
             raise UsageError(f"compress_fsdp: FSDP reduced {name} twice in one backward, which is not supported")
         backward.values_left -= self.padded[name]
-        backward.factors[name] = backward.factor
+        backward.summed[name] = backward.sums
         self.reducer.put(name, gradient.to_local())
 
     # --- inside
@@ -150,7 +152,7 @@ class CompressedFSDP(Handle):
         self._check_complete(backward)
         if backward.stream is not None:
             torch.cuda.current_stream(backward.stream.device).wait_stream(backward.stream)
-        self.reducer.put_all(dict.fromkeys(name for name in self.parameters if name not in backward.factors))
+        self.reducer.put_all(dict.fromkeys(name for name in self.parameters if name not in backward.summed))
         for name, mean in self.reducer.collect().items():
             self._store(backward, name, mean)
 
@@ -161,11 +163,11 @@ class CompressedFSDP(Handle):
         if mean is None:
             parameter.grad = held
             return
-        if name not in backward.factors:  # but another replica used it
+        if name not in backward.summed:  # but another replica used it
             parameter.grad = torch.zeros_like(parameter)
-        gradient, factor = parameter.grad, backward.factors.get(name, backward.factor)
+        gradient, sums = parameter.grad, backward.summed.get(name, backward.sums)
         assert isinstance(gradient, DTensor)
-        gradient.to_local().copy_(mean).mul_(factor)
+        gradient.to_local().copy_(mean).mul_(self.reducer.size if sums else 1)
         if held is not None:
             parameter.grad = held.add_(gradient)
 
@@ -179,7 +181,7 @@ class CompressedFSDP(Handle):
 
 
 def compress_fsdp(
-    model: nn.Module, wire: WireLike = "auto", *, replicas: dist.ProcessGroup | DeviceMesh, seed: int = 0,
+    model: nn.Module, wire: WireLike = "auto", *, replicas: dist.ProcessGroup | DeviceMesh | Members, seed: int = 0,
     nonfinite: str = "nan", scaler: LossScaler | None = None,
 ) -> CompressedFSDP:  # fmt: skip
     """Average this model's gradients between the replicas of a site, compressed. Call it on all ranks, after
@@ -190,7 +192,8 @@ def compress_fsdp(
 
     model: after every `fully_shard`, with real weights that are equal on all replicas.
     wire, nonfinite, scaler: as in compress_ddp.
-    replicas: the process group, or 1-D mesh, of the ranks that hold the same shard as this one, one per site.
+    replicas: the process group, or 1-D mesh, of the ranks that hold the same shard as this one, one per site. Where
+    sites come and go: a tw.elastic.Quorum with the site's ranks `inside`.
     seed: of stochastic rounding and of random choices, equal on all ranks; shards derive their own from it.
 
     UsageError where parameters that train are not sharded over one 1-D mesh, `replicas` are not this shard's, an
@@ -198,7 +201,8 @@ def compress_fsdp(
     """
     parameters = sharded_parameters(model)
     group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
-    mesh = site_mesh(parameters, group)
+    quorum = elastic(group)
+    mesh = site_mesh(parameters, None if isinstance(group, Members) else group)
     wire = Wire.of(wire)
     mine = {
         "wire": repr(wire), "seed": repr(seed), "nonfinite": repr(nonfinite),
@@ -207,10 +211,11 @@ def compress_fsdp(
     check_agreement("compress_fsdp", mine, mesh.get_group())
     local = {name: nn.Parameter(p.to_local().detach()) for name, p in parameters.items()}
     weights = {f"the weights of {n}": repr(float(p.detach().sum(dtype=torch.float64))) for n, p in local.items()}
-    check_agreement("compress_fsdp", {"shard": str(mesh.get_local_rank())} | weights, group)
+    if quorum is None:  # a site of a quorum is asked when it comes, and takes the others' weights
+        check_agreement("compress_fsdp", {"shard": str(mesh.get_local_rank())} | weights, group)
     reducer = Reducer(
         local.items(), wire, group, seed=seed * mesh.size() + mesh.get_local_rank(), nonfinite=nonfinite,
-        scale=None if scaler is None else scaler.get_scale, shard_group=mesh.get_group(),
+        scale=None if scaler is None else scaler.get_scale, shard_group=mesh.get_group() if quorum is None else None,
     )  # fmt: skip
     handle = CompressedFSDP(parameters, reducer, mesh, group, wire.auto)
     for name, parameter in parameters.items():

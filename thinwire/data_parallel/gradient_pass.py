@@ -29,7 +29,7 @@ from thinwire.errors import InvalidExchange, UsageError
 from thinwire.steps import Steps
 
 log = logging.getLogger("thinwire")
-MOST_IN_FLIGHT = 4  # units whose exchanges wait for other ranks at a time; on a card one after the other
+MOST_IN_FLIGHT = {"cpu": 4, "cuda": 0}  # units whose exchanges wait for other ranks at a time
 Means = dict[str, Tensor | None]  # by parameter; None: no rank used it
 Deliver = Callable[[Means], None]
 Failed = Callable[[BaseException], None]
@@ -137,7 +137,10 @@ class Pass:
         self.unit_means[unit] = x
         if self.setup.step.dropped:
             return
-        if not bool(is_finite(x)):
+        finite = is_finite(x)
+        if finite.is_cuda:
+            x.masked_fill_(~finite, 0.0)
+        if not self.setup.exchange.later.leave(finite):
             self.finite = False
             x = torch.zeros_like(x)
         elif self.scale != 1:
@@ -148,7 +151,7 @@ class Pass:
                 steps = self.setup.exchange.reduce_steps(unit, x, self.exact)
                 if not self._proceed(unit, steps):
                     self.in_flight.append((unit, steps))
-                while len(self.in_flight) > (MOST_IN_FLIGHT if x.device.type == "cpu" else 0):
+                while len(self.in_flight) > MOST_IN_FLIGHT.get(x.device.type, 0):
                     self._land()
 
     def _proceed(self, unit: Unit, steps: Steps[Tensor]) -> bool:
@@ -174,7 +177,7 @@ class Pass:
         limit = min(torch.finfo(self.setup.parameters[name].dtype).max for name in unit.parameters) / self.scale
         if limit >= torch.finfo(mean.dtype).max or not mean.numel():
             return True
-        return bool(mean.abs().max() <= limit)
+        return self.setup.exchange.later.leave(mean.abs().max() <= limit)
 
     def _conclude(self) -> None:
         with self.setup.step.losses():

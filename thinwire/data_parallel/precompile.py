@@ -8,10 +8,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from thinwire.codecs.base import is_finite
 from thinwire.collectives.groups import ALONE, world
 from thinwire.collectives.transit import checksum_of
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Shape, make_units
+from thinwire.distributed.later_checks import LaterChecks
 from thinwire.distributed.precompile import STEPS, example_values, precompile
 from thinwire.memory.channel import Channel
 
@@ -49,3 +51,6 @@ def try_exchange(reduction: Reduction, shapes: Mapping[str, Shape], like: Tensor
         channel.reduce(unit.name, x, ALONE)
         reduction.collective.finish_step(list(channel.staged_collective.values()), [unit.numel], ALONE)
         channel.commit()
+    finite, later = is_finite(x), LaterChecks()
+    later.leave(finite), later.into(torch.zeros(2, dtype=torch.uint8, device=x.device))
+    x.div(2).masked_fill_(~finite, 0.0)

@@ -61,7 +61,7 @@ class Reducer:
     scale: gives the loss scale of a pass (a GradScaler's get_scale), so that residuals are kept in the gradient's unit.
     shard_group: ranks that reduce other parts of the same parameters in the same passes, as the shards of a model do;
     a step counts on all of them or on none.
-    agrees: False: whoever uses it asks all ranks whether a step counts, between `exchanged` and `settle`.
+    agrees: False: its user asks all ranks whether a step counts, between `exchanged` and `settle`. name: in its quorum.
 
     UsageError where an argument is not allowed, nothing is to be reduced, or ranks differ in configuration.
     """
@@ -69,7 +69,7 @@ class Reducer:
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: WireLike, group: Group = None, *,
         seed: int = 0, nonfinite: str = "nan", scale: Callable[[], float] | None = None, shard_group: Group = None,
-        agrees: bool = True,
+        agrees: bool = True, name: str = "gradients",
     ) -> None:  # fmt: skip
         everything = list(named_parameters)
         self.parameters = trainable_parameters(everything)
@@ -101,7 +101,7 @@ class Reducer:
         self.checkpoint = RankState(self.exchange, self.rank, self.size)
         agreeing = tuple(g for g in (own or quorum, shards) if g is not None)
         device = next(iter(self.parameters.values())).device
-        following = None if quorum is None else Following(quorum, self.exchange, "thinwire gradients", config, device)
+        following = None if quorum is None else Following(quorum, self.exchange, f"thinwire {name}", config, device)
         self.step_state = StepState(self.exchange, agreeing, device, following)
         self.setup = PassSetup(
             parameters=self.parameters,
@@ -211,7 +211,7 @@ class Reducer:
             raise RuntimeError(f"{len(unused)} parameters got no gradient in this step: {', '.join(unused[:3])}")
         for name, (unit, span, shape) in self.setup.places.items():
             store_gradient(self.parameters[name], ending.unit_means[unit][span].view(shape))
-        return ending.finite
+        return self.exchange.later.all_good() and ending.finite
 
     def settle(self, skipped: bool) -> None:
         """For agrees = False: keep what the pass wrote, or drop it where the step is `skipped`; on all ranks alike."""

@@ -41,8 +41,9 @@ def sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
     return found
 
 
-def site_mesh(parameters: dict[str, DTensor], replicas: dist.ProcessGroup) -> DeviceMesh:
-    """The mesh that all parameters are sharded over. Its ranks and the replicas have this rank in common, and no other.
+def site_mesh(parameters: dict[str, DTensor], replicas: dist.ProcessGroup | None) -> DeviceMesh:
+    """The mesh that all parameters are sharded over. Its ranks and the replicas have this rank in common, and no other;
+    None: replicas are of another world.
 
     UsageError otherwise.
     """
@@ -50,6 +51,8 @@ def site_mesh(parameters: dict[str, DTensor], replicas: dist.ProcessGroup) -> De
     if len(meshes) > 1:
         raise UsageError(f"compress_fsdp: the parameters are sharded over {len(meshes)} meshes; one is supported")
     mesh = meshes.pop()
+    if replicas is None:
+        return mesh
     site, others = set(mesh.mesh.flatten().tolist()), set(dist.get_process_group_ranks(replicas))
     if site & others != {dist.get_rank()}:
         raise UsageError(

@@ -10,7 +10,8 @@
             optimizer.step()
         optimizer.zero_grad()
 
-`Lighthouse` is where members meet. docs/elastic.md says what a death, a newcomer and a NaN mean for residuals.
+`Lighthouse` is where members meet, `Shards` the state of a rank of an FSDP site. docs/elastic.md says what a death, a
+newcomer and a NaN mean for residuals.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME = {"Quorum": "thinwire.elastic.quorum", "Lighthouse": "thinwire.elastic.lighthouse"}
+_HOME = {
+    "Quorum": "thinwire.elastic.quorum",
+    "Lighthouse": "thinwire.elastic.lighthouse",
+    "Shards": "thinwire.elastic.shards",
+}
 
 __all__ = list(_HOME)
 

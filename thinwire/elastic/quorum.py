@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
 
+from thinwire.collectives.groups import ALONE, Group, world
 from thinwire.collectives.members import DirectMembers, Elastic, Saved
+from thinwire.distributed.values import broadcast_json, gather_json
 from thinwire.elastic.healing import Healing
 from thinwire.elastic.packing import nbytes
 from thinwire.elastic.require import require_torchft
@@ -44,7 +46,9 @@ class Quorum(DirectMembers, Elastic):
     with fewer a step does not count. timeout: seconds that a message may take; a member that lets others wait longer
     is left out. patience: seconds to wait for the others at the beginning of a step: more than a step takes, with local
     steps more than a round. name: shown in logs. slow: with local steps a site whose inner step takes more than so many
-    times the others' median makes fewer of them in a round; None: all make as many.
+    times the others' median makes fewer of them in a round; None: all make as many. inside: the process group of this
+    member's ranks, where it has several, as a pipeline has: its rank r meets rank r of the other members, and a step
+    counts on all its ranks or on none. All of them make a quorum, with equal arguments but `state` and `host`.
 
     UsageError where torchft is not installed, or an argument is not allowed.
     """
@@ -54,6 +58,7 @@ class Quorum(DirectMembers, Elastic):
     def __init__(
         self, state: Mapping[str, Stateful], lighthouse: str, *, host: str = "127.0.0.1", min_members: int = 1,
         timeout: float = 5.0, patience: float = 60.0, name: str = "", slow: float | None = None,
+        inside: Group = ALONE,
     ) -> None:  # fmt: skip
         require_torchft()
         from torchft import Manager, ProcessGroupGloo
@@ -64,17 +69,21 @@ class Quorum(DirectMembers, Elastic):
         self.timeout = timedelta(seconds=timeout)
         self.connections = ProcessGroupGloo(timeout=self.timeout)
         self.healing = Healing(host, timeout, self._most_bytes)
-        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.inside = inside
+        ranks, rank = world(inside)
+        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+        store = broadcast_json([host, 0 if self.store is None else self.store.port], group=inside)
         self._join = partial(
             Manager, pg=self.connections, load_state_dict=None, state_dict=None, min_replica_size=min_members,
             use_async_quorum=False, timeout=self.timeout, quorum_timeout=timedelta(seconds=patience),
-            connect_timeout=self.timeout, rank=0, world_size=1, store_addr=host, store_port=self.store.port,
+            connect_timeout=self.timeout, rank=rank, world_size=ranks, store_addr=store[0], store_port=store[1],
             lighthouse_addr=lighthouse, hostname=host, replica_id=name, checkpoint_transport=self.healing,
         )  # fmt: skip
         self.manager: Manager | None = None  # from the first step on: the others wait for whoever has one
         self.told: dict[str, tuple[Callable[[Any], Any], Callable[[], Saved]]] = {}
         self.staged: list[Callable[[bool], None]] = []
         self.undecided: int | None = None  # the quorum of a step that did not count here, and may have for others
+        self.torn = False  # ranks of this member have states of different steps
         self._committed = -1
         self._resumed = 0, 0  # steps, batches
         self.register("thinwire quorum", self._load, lambda: {"committed": self._committed})
@@ -101,7 +110,12 @@ class Quorum(DirectMembers, Elastic):
     @property
     def size(self) -> int:
         """How many members there are in this step."""
-        return self.world()[0]
+        return self.place()[0]
+
+    def place(self) -> tuple[int, int]:
+        """(members in this step, this member's number among them), also where its connections are broken."""
+        manager = self._begun()
+        return manager.num_participants(), manager.participating_rank() or 0
 
     @property
     def number(self) -> int:
@@ -137,14 +151,28 @@ class Quorum(DirectMembers, Elastic):
             self.manager.load_state_dict({"step": self._resumed[0], "batches_committed": self._resumed[1]})
             for name, (load, save) in self.told.items():
                 self.manager.register_state_dict_fn(name, load, save)
+        self._compare_ranks()
         try:
             self.manager.start_quorum()
         except (RuntimeError, TimeoutError) as error:
             raise RunFailed(f"no quorum: {_reason(error)}") from error
         self._settle(False)  # where it counted for others, their state has come and said so
+        if self.torn and self.manager.errored() is None:
+            raise RunFailed(
+                "the ranks of this member have states of different steps, and no other member has a newer one"
+            )
         if self.manager.errored() is not None:  # the state did not come, or the connections: take no part
             log.warning("thinwire: this member takes no part in a step: %s", self.manager.errored())
             self.connections.shutdown()
+
+    def _compare_ranks(self) -> None:
+        """After a step that did not count: a newcomer's state may have come on some ranks and not on others. Then all
+        of them take it anew."""
+        if not self.counted and world(self.inside)[0] > 1:
+            found = gather_json([self.steps, self.torn], self.inside)
+            self.torn = any(torn for _, torn in found) or len({steps for steps, _ in found}) > 1
+            if self.torn:
+                self.fall_behind()
 
     def stage(self, settle: Callable[[bool], None]) -> None:
         self.staged.append(settle)
@@ -163,7 +191,11 @@ class Quorum(DirectMembers, Elastic):
 
     def commit(self) -> bool:
         """The vote that ends the step. True: apply it. False: it does not count; what it wrote has been dropped."""
-        if self._begun().should_commit():
+        try:
+            counts = self._begun().should_commit()
+        except (RuntimeError, TimeoutError) as error:
+            raise RunFailed(f"no vote: a rank of this member is gone: {_reason(error)}") from error
+        if counts:
             self._committed = self.number
             self._settle(True)
             return True
@@ -178,6 +210,7 @@ class Quorum(DirectMembers, Elastic):
 
     def _load(self, told: Saved) -> None:
         self._committed = int(str(told["committed"]))
+        self.torn = False
         self._settle(self._committed == self.undecided)
 
     def register(self, name: str, load: Callable[[Saved], None], save: Callable[[], Saved]) -> None:
@@ -199,7 +232,9 @@ class Quorum(DirectMembers, Elastic):
     def close(self) -> None:
         """Leave; the others go on."""
         self.connections.shutdown()
-        if self.manager is not None:
+        if self.manager is None:
+            self.healing.shutdown()
+        else:
             self.manager.shutdown(wait=False)
 
 

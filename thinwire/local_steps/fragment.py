@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from thinwire.config.local import CARRY, OuterFactory
+from thinwire.config.local import CARRY, Local, OuterFactory
 from thinwire.data_parallel.gradient_units import Unit
 
 
@@ -22,19 +22,25 @@ def own_part(parameter: Tensor) -> Tensor:
 class Fragment:
     """Some parameters with their anchors.
 
-    number: of the fragment. parameters: by name. units: in which they are exchanged. outer: makes the outer optimiser
-    of the anchors. host: anchors, and with them the outer optimiser's state and the exchange, are in host memory.
+    After a round a site goes on from its *base*, anchor − keep·e: of what was not sent, the share `keep` stays in its
+    weights, and only the rest waits in the residual e.
+
+    number: of the fragment. parameters: by name. units: in which they are exchanged. settings: LocalSteps'; in host
+    memory are then anchors, and with them the outer optimiser's state and the exchange. outer: makes the outer
+    optimiser of the anchors; None: as the settings say. residual: a unit's e as the last round left it.
     """
 
     def __init__(
-        self, number: int, parameters: Mapping[str, nn.Parameter], units: list[Unit], outer: OuterFactory, host: bool
-    ) -> None:
+        self, number: int, parameters: Mapping[str, nn.Parameter], units: list[Unit], settings: Local,
+        outer: OuterFactory | None, residual: Callable[[Unit], Tensor | None],
+    ) -> None:  # fmt: skip
         self.number = number
         self.parameters = dict(parameters)
         self.units = units
-        self.home = torch.device("cpu") if host else self.device  # of anchors and means
-        self.anchors = {name: _anchor(p, host) for name, p in parameters.items()}
-        self.outer: Optimizer = outer(list(self.anchors.values()))
+        self.home = torch.device("cpu") if settings.host else self.device  # of anchors and means
+        self.anchors = {name: _anchor(p, settings.host) for name, p in parameters.items()}
+        self.outer: Optimizer = (outer or settings.outer)(list(self.anchors.values()))
+        self.keep, self.residual = settings.keep, residual
         self.tokens = 0.0  # that this site has trained on since the fragment was sent
 
     @property
@@ -48,12 +54,23 @@ class Fragment:
 
     @torch.no_grad()
     def outer_gradient(self) -> dict[Unit, Tensor]:
-        """Δ = anchor − θ of every unit, flat, where the anchors are."""
-        weights = self.weights()
+        """Δ = base − θ of every unit, what the site has moved since the last round; flat, where the anchors are."""
+        weights, bases = self.weights(), self.bases()
         out = {}
         for unit in self.units:
-            parts = [(self.anchors[name] - weights[name].to(self.home)).reshape(-1) for name in unit.parameters]
+            parts = [(bases[name] - weights[name].to(self.home)).reshape(-1) for name in unit.parameters]
             out[unit] = torch.cat(parts)
+        return out
+
+    @torch.no_grad()
+    def bases(self) -> dict[str, Tensor]:
+        """anchor − keep·e by name, where the anchors are."""
+        out = {name: anchor.detach() for name, anchor in self.anchors.items()}
+        for unit in self.units if self.keep else ():
+            left = self.residual(unit)
+            if left is not None:
+                for name, span, shape in unit.spans():
+                    out[name] = out[name] - (self.keep * left[span].to(self.home)).view(shape)
         return out
 
     def step(self, means: Mapping[Unit, Tensor]) -> None:
@@ -78,19 +95,23 @@ class Fragment:
             weight.copy_(self.anchors[name])
 
     @torch.no_grad()
-    def mix(self, sent: Mapping[str, Tensor], mix: str | float) -> None:
-        """θ ← anchor + (θ − θ_sent), or α·θ + (1 − α)·anchor; sent: the weights as they were when Δ was sent."""
+    def take_base(self) -> None:
+        """θ ← anchor − keep·e."""
+        bases = self.bases()
         for name, weight in self.weights().items():
-            anchor = self._anchor_beside(name)
+            weight.copy_(bases[name])
+
+    @torch.no_grad()
+    def mix(self, sent: Mapping[str, Tensor], mix: str | float) -> None:
+        """θ ← base + (θ − θ_sent), or α·θ + (1 − α)·base; sent: the weights as they were when Δ was sent."""
+        bases = self.bases()
+        for name, weight in self.weights().items():
+            base = bases[name].to(self.device)
             if mix == CARRY:
-                weight.copy_(anchor + (weight - sent[name]))
+                weight.copy_(base + (weight - sent[name]))
             else:
                 assert not isinstance(mix, str)
-                weight.copy_(mix * weight + (1 - mix) * anchor)
-
-    def _anchor_beside(self, name: str) -> Tensor:
-        """The anchor where the weights are."""
-        return self.anchors[name].detach().to(self.device)
+                weight.copy_(mix * weight + (1 - mix) * base)
 
 
 @contextmanager
@@ -108,10 +129,10 @@ def at_anchors(fragments: list[Fragment]) -> Iterator[None]:
 
 
 def start_anew(fragments: list[Fragment]) -> None:
-    """From the anchors, as if they had just been sent."""
+    """From where a round would leave them, as if they had just been sent."""
     for fragment in fragments:
         fragment.tokens = 0.0
-        fragment.take_anchor()
+        fragment.take_base()
 
 
 def _anchor(parameter: nn.Parameter, host: bool) -> nn.Parameter:

@@ -32,7 +32,7 @@ def other_wire(site: Site, wire: WireLike, fragments: list[Fragment]) -> Iterato
     for unit in old.compressed:
         left = old.channels[unit].state.read("e", unit.name)
         if left is not None:
-            new.channels[unit].state.write("e", unit.name, left)
+            new.channels[unit].state.write("e", unit.name, (1 - site.keep) * left)  # the rest is in the weights
             old.channels[unit].state.write("e", unit.name, torch.zeros_like(left))
     for fragment in fragments:
         fragment.tokens = fragment.tokens or 1.0  # without a step since the last round only residuals are left

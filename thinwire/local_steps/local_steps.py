@@ -1,7 +1,8 @@
 """Sites that train by themselves, and average seldom:
 
-    every H inner steps:   Δ_i = anchor − θ_i ;  (mean, own_i) = exchange(Δ_i + e_i) ;  e_i ← β(Δ_i + e_i − own_i)
-                           anchor ← OuterOptimiser(anchor, mean) ;  θ_i ← anchor + (θ_i − θ_i as it was sent)
+    every H inner steps:   Δ_i = anchor − keep·e_i − θ_i ;  u_i = Δ_i + e_i ;  (mean, own_i) = exchange(u_i)
+                           e_i ← β(u_i − own_i) ;  anchor ← OuterOptimiser(anchor, mean)
+                           θ_i ← anchor − keep·e_i + (θ_i − θ_i as it was sent)
 
 DiLoCo (arXiv 2311.08105), Streaming DiLoCo (2501.18512), SparseLoCo (2508.15706) and LocalSGD are settings of it.
 """
@@ -42,8 +43,7 @@ from thinwire.local_steps.state import bring, load_fragments, load_optimizer, pa
 
 
 class LocalSteps:
-    """Averages the weights of several sites every so many inner steps. Made on all ranks, with equal arguments and
-    equal weights.
+    """Averages the weights of several sites every so many inner steps. On all ranks, with equal arguments and weights.
 
         local = tw.parallel.LocalSteps(model.named_parameters(), inner, "sparseloco")
         for batch in loader:
@@ -57,12 +57,14 @@ class LocalSteps:
     override; a table `[local]`; or what `Reducer` takes: a tw.Wire, a preset's name, a collective.
     group: the process group, or 1-D mesh, of one rank per site: those that hold the same part of the model. None is
     torch's default one. In a quorum (tw.elastic.Quorum) it waits for the others' next round, and begins with them.
-    every: inner steps between two averagings of a fragment, 30 unless the preset says otherwise.
+    every: inner steps between two averagings of a fragment, 30 unless the preset says otherwise. grow: rounds become
+    rarer, after inner step t the next is t/grow steps later, until they are `every` apart; 0: they are from the start.
     outer: parameters → torch.optim.Optimizer, of the anchors; by default SGD with Nesterov (0.7, 0.9) or the preset's.
     fragments: parts of the model, each averaged at its own offset. delay: inner steps between sending a fragment and
     applying its mean, less than `every`; sending goes on meanwhile on a thread.
-    mix: "carry" keeps what a site has learnt since sending, θ ← anchor + (θ − θ_sent); a share α from 0 to under 1 is
-    θ ← α·θ + (1 − α)·anchor.
+    mix: "carry" keeps what a site has learnt since sending, θ ← base + (θ − θ_sent); a share α from 0 to under 1 is
+    θ ← α·θ + (1 − α)·base. keep: the share, from 0 to 1, of what was not sent that stays in a site's weights, whose
+    base is then anchor − keep·e; 0 unless the preset says otherwise.
     warmup: the first inner steps, after each of which weights are averaged exactly. host: anchors, the outer
     optimiser's state and residuals are kept in host memory, and exchanged from there, over Gloo. seed: of all chance.
     parts: ranks of this site that hold other parts of the model (tensor parallel, pipeline; of FSDP2 they are known).
@@ -75,10 +77,11 @@ class LocalSteps:
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], inner: Optimizer, wire: Local | WireLike,
         group: Group | DeviceMesh = None, *, every: int | None = None, outer: OuterFactory | None = None,
         fragments: int | None = None, delay: int | None = None, mix: str | float | None = None,
-        warmup: int | None = None, host: bool | None = None, seed: int = 0, parts: Group = None, copies: Group = None,
+        keep: float | None = None, warmup: int | None = None, grow: int | None = None, host: bool | None = None,
+        seed: int = 0, parts: Group = None, copies: Group = None,
     ) -> None:  # fmt: skip
         self.settings = Local.of(wire).but(
-            every=every, fragments=fragments, delay=delay, mix=mix, warmup=warmup, host=host
+            every=every, fragments=fragments, delay=delay, mix=mix, keep=keep, warmup=warmup, grow=grow, host=host
         )
         self.parameters = trainable_parameters(named_parameters)
         if not self.parameters:
@@ -95,13 +98,13 @@ class LocalSteps:
             check_settings(settings, parts, copies)
         else:
             check_alike(settings, self.parameters, outer, seed, (self.group, parts, copies))
-        self.schedule = Schedule(settings.every, settings.fragments, settings.delay, settings.warmup)
+        self.schedule = Schedule.of(settings)
         shapes = {name: tuple(own_part(p).shape) for name, p in self.parameters.items()}
         names = split_fragments(shapes, settings.fragments)
         units = [make_units({n: shapes[n] for n in some}, self.reduction) for some in names]
         self.site = self._join(shapes, [u for some in units for u in some], seed, parts, copies)
         self.fragments = [
-            Fragment(i, {n: self.parameters[n] for n in some}, units[i], outer or settings.outer, settings.host)
+            Fragment(i, {n: self.parameters[n] for n in some}, units[i], settings, outer, self.site.residual)
             for i, some in enumerate(names)
         ]
         self.thread = CommunicationThread("thinwire local steps")
@@ -111,13 +114,11 @@ class LocalSteps:
         self.skips = self.returns = 0  # of them, those dropped; those in which this site's weights were not finite
         self.meetings: Meetings | None = None
         if quorum is not None:
-            place = self.fragments, inner, self.thread, self.schedule
-            self.meetings = Meetings(quorum, self.site, (settings, outer, seed), *place)
+            about = settings, outer, seed
+            self.meetings = Meetings(quorum, self.site, about, self.fragments, inner, self.thread, self.schedule)
             self._meet(0)
 
-    def _join(
-        self, shapes: Mapping[str, Shape], units: list[Unit], seed: int, parts: Group, copies: Group
-    ) -> Site:  # fmt: skip
+    def _join(self, shapes: Mapping[str, Shape], units: list[Unit], seed: int, parts: Group, copies: Group) -> Site:
         """Process groups of its own, and the exchange between the sites."""
         sites, self.rank = world(self.group) if elastic(self.group) is None else (1, 0)
         backend = "gloo" if self.settings.host else None  # what is exchanged is then in host memory
@@ -132,7 +133,7 @@ class LocalSteps:
         exchange = Exchange(shapes, self.reduction, own or ALONE, seed, streams=streams, units=units)
         self.groups = [g for g in (own, *inside) if g is not None]
         self.checkpoint = RankState(exchange, self.rank, sites)
-        return Site(exchange, sites, inside[0], inside[1])
+        return Site(exchange, sites, inside[0], inside[1], keep=self.settings.keep)
 
     # --- a step
 
@@ -153,11 +154,11 @@ class LocalSteps:
             for number in due:
                 self._meet(number)
             return bool(due)
-        for number in due if self.schedule.delay else ():
+        for number in (late := [number for number in due if number in self.in_flight]):
             self._apply(number)
         for number in self.schedule.sent(self.steps):
             self._send(self.fragments[number])
-        for number in due if not self.schedule.delay else ():
+        for number in set(due) - set(late):
             self._apply(number)
         return bool(due)
 
@@ -261,7 +262,7 @@ class LocalSteps:
         out |= site_state(self.inner, self.parameters, self.fragments)
         for number in self.in_flight:
             out |= round_state(self._arrived(number))
-        if self.sends:  # copies have no residual, and torch keeps one of equal names
+        if self.sends or self.site.keep:  # other copies have no residual, and torch keeps one of equal names
             out |= {f"exchange/{name}": value for name, value in self.site.exchange.state_dict().items()}
         ranked = {f"rank{self.rank}of{self.site.sites}/{name}": value for name, value in out.items()}
         return ranked if self.shard is None else {self.shard: ranked}
@@ -273,7 +274,7 @@ class LocalSteps:
         what was under way has been applied; residuals are the mean of all sites', and inner optimisers start anew.
         """
         exchanged, mine, same = part_of(state, self.shard, self.rank, self.site.sites)
-        if self.sends:
+        if self.sends or self.site.keep:
             self.checkpoint.load_state_dict(exchanged)
         self.resumed += int(mine["step"]) - self.steps
         self.steps = int(mine["step"])
@@ -287,9 +288,8 @@ class LocalSteps:
     def read_state(self, path: str | PathLike[str], prefix: str) -> dict[str, Any]:
         """What load_state_dict needs, from dcp.save({prefix: local.state_dict(), …}, checkpoint_id=path); path: the
         checkpoint's folder, prefix: the state's name in it."""
-        if self.shard is None:
-            return read_state(path, prefix, self.group)
-        return {self.shard: read_state(path, f"{prefix}.{self.shard}", self.group)}
+        name, found = self.shard, read_state(path, f"{prefix}.{self.shard}" if self.shard else prefix, self.group)
+        return found if name is None else {name: found}
 
     def close(self) -> None:
         """End the communication thread, and destroy the process groups that were made here."""

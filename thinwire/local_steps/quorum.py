@@ -18,7 +18,7 @@ from thinwire.data_parallel.quorum import Following
 from thinwire.distributed.config_check import describe
 from thinwire.distributed.thread import CommunicationThread
 from thinwire.errors import UsageError
-from thinwire.local_steps.fragment import Fragment, own_part
+from thinwire.local_steps.fragment import Fragment, own_part, start_anew
 from thinwire.local_steps.pace import Pace
 from thinwire.local_steps.round import Round, Site
 from thinwire.local_steps.schedule import Schedule
@@ -110,9 +110,7 @@ class Meetings:
         state = state | {f"weight/{n.removeprefix('anchor/')}": x for n, x in state.items() if n.startswith("anchor/")}
         load_fragments(self.fragments, state)
         load_optimizer(self.inner, self.parameters, "inner", state)
-        for fragment in self.fragments:
-            fragment.tokens = 0.0
-            fragment.take_anchor()
+        start_anew(self.fragments)
         self.number = int(str(told["number"]))
         self.steps = int(str(told["steps"]))
         self.tokens = float(str(told["tokens"]))

@@ -25,6 +25,7 @@ from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_units import Unit
 from thinwire.data_parallel.quorum import Following
 from thinwire.errors import InvalidExchange, UsageError
+from thinwire.memory.group_reduce import beside
 
 log = logging.getLogger("thinwire")
 
@@ -35,7 +36,8 @@ class Site:
 
     exchange: between the sites; of a group of one where this rank is a copy that sends nothing.
     sites: how many there are. parts: ranks of this site that hold other parts of the model. copies: ranks of this site
-    that hold the same part, the first of which sends. following: the quorum, where sites come and go.
+    that hold the same part, the first of which sends. following: the quorum, where sites come and go. keep: the
+    share of the residual that stays in the weights; copies have to know it then.
     """
 
     exchange: Exchange
@@ -43,11 +45,16 @@ class Site:
     parts: dist.ProcessGroup | None = None
     copies: dist.ProcessGroup | None = None
     following: Following | None = None
+    keep: float = 0.0
 
     @property
     def sends(self) -> bool:
         """Does this rank speak for its copies?"""
         return self.copies is None or world(self.copies)[1] == 0
+
+    def residual(self, unit: Unit) -> Tensor | None:
+        """What this site has not sent of a unit; None where there is nothing."""
+        return self.exchange.channels[unit].state.read("e", unit.name)
 
     def end_step(self, counts: bool) -> None:
         """Keep what a round wrote, or drop it; in a quorum it is kept where the vote says so."""
@@ -100,7 +107,7 @@ class Round:
         if site.sends:
             self._between(site, device)
         if site.copies is not None:
-            self._share(site.copies, device)
+            self._share(site, site.copies, device)
         if device.type == "cuda":
             self.ready = torch.cuda.current_stream(device).record_event()
         self.values = {}
@@ -159,14 +166,27 @@ class Round:
         self.weight = sum(tokens for tokens, *_ in everyone)
         return site.sites * float(mine[0]) / self.weight if self.weight > 0 else None
 
-    def _share(self, copies: dist.ProcessGroup, device: torch.device) -> None:
-        """From the first copy: does the mean count, and the mean."""
-        dropped = torch.tensor([self.dropped], dtype=torch.uint8, device=device)
-        dist.broadcast(dropped, group=copies, group_src=0)
-        self.dropped = bool(dropped)
+    def _share(self, site: Site, copies: dist.ProcessGroup, device: torch.device) -> None:
+        """From the first copy: does the mean count, the mean, and, where residuals stay in weights, the residuals."""
+        told = torch.tensor([self.dropped, site.exchange.steps], device=device)
+        dist.broadcast(told, group=copies, group_src=0)
+        self.dropped = bool(told[0])
         for unit, x in self.values.items() if not self.dropped else ():
             self.means.setdefault(unit, torch.empty_like(x))
             dist.broadcast(self.means[unit], group=copies, group_src=0)
+            if site.keep and not unit.exact:
+                _share_residual(site, unit, x, copies)
+        if not site.sends:
+            site.exchange.go_on_from(int(told[1]))
+
+
+def _share_residual(site: Site, unit: Unit, like: Tensor, copies: dist.ProcessGroup) -> None:
+    """The first copy's, on all of them. like: a tensor of the unit."""
+    own = site.residual(unit) if site.sends else None
+    left = torch.zeros_like(like) if own is None else own.clone()
+    dist.broadcast(left, group=copies, group_src=0)
+    if not site.sends:
+        site.exchange.channels[unit].state.write("e", unit.name, left)
 
 
 def reduce_unit(exchange: Exchange, unit: Unit, x: Tensor, factor: float, exact: bool) -> Tensor:
@@ -178,7 +198,7 @@ def reduce_unit(exchange: Exchange, unit: Unit, x: Tensor, factor: float, exact:
     if factor:
         return exchange.reduce(unit, x if factor == 1 else x * factor, exact)
     channel = exchange.channels[unit]
-    before = channel.state.read("e", unit.name)
+    before = beside(channel.state.read("e", unit.name), x)
     mean = exchange.reduce(unit, torch.zeros_like(x) if before is None else -before, exact)
     charged = channel.state.read("e", unit.name)
     if before is not None:

@@ -156,7 +156,8 @@ def forget_nonfinite(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None
 
 
 def bring(fragment: Fragment, round: Round, mix: str | float, inner: Optimizer) -> None:
-    """θ after a round. Where this site's Δ was not finite, or the round was dropped, it returns to the anchor.
+    """θ after a round. Where this site's Δ was not finite, or the round was dropped, it returns to where the last round
+    had left it: the anchor, less what it keeps of its residual.
 
     fragment: whose round it was. mix: LocalSteps'. inner: the inner optimiser.
     """
@@ -164,6 +165,6 @@ def bring(fragment: Fragment, round: Round, mix: str | float, inner: Optimizer) 
         forget_nonfinite(inner, fragment.parameters.values())
     unmoved = mix == CARRY and not round.sent  # it is applied at once
     if round.returns or round.dropped or unmoved or mix == 0:
-        fragment.take_anchor()
+        fragment.take_base()
     else:
         fragment.mix(round.sent, mix)

@@ -6,6 +6,7 @@ the step ends, and rolls it back where one failed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -53,3 +54,16 @@ class DeferredChecks:
             if not (good and finite):
                 out.append(([check.key] if isinstance(check.key, (str, int)) else list(check.key), not good))
         return out
+
+
+def fetch(several: Iterable[DeferredChecks]) -> None:
+    """Bring all open checks to the host at once, so that to resolve each of them waits for no card."""
+    several = list(several)
+    found = [check for checks in several for check in checks.open]
+    if not found:
+        return
+    flags = torch.stack([check.finite if one is None else one for check in found for one in (check.good, check.finite)])
+    pairs = iter(flags.cpu().view(-1, 2))
+    for checks in several:
+        read = zip(checks.open, pairs)
+        checks.open = [DeferredCheck(c.key, None if c.good is None else good, finite) for c, (good, finite) in read]

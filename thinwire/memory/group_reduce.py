@@ -30,10 +30,16 @@ class Averaging(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """(the mean of u over the group, this member's own part of it)."""
 
-    # A collective may also have `steps`, which does the same and stops where it would wait (thinwire/steps.py).
+    # A collective may also have `steps`, which does the same and stops where it would wait (thinwire/steps.py), and
+    # `mean_steps`, which gives the mean alone, or None where that is no cheaper.
 
     def mean(self, x: Tensor, group: Any = None) -> Tensor:
         """The exact mean of x over the group."""
+
+
+def beside(value: Tensor | None, x: Tensor) -> Tensor | None:
+    """A remembered value where x is: one that was loaded from a checkpoint is in host memory."""
+    return None if value is None else value.to(x.device)
 
 
 def reduce_by_rule(
@@ -48,14 +54,18 @@ def reduce_by_rule(
     """
     memory = state.memory
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    e, h = state.residual(key, x.shape), state.shift(key, x)
+    e, h = beside(state.residual(key, x.shape), x), beside(state.shift(key, x), x)
     u = memory.outgoing(x, e, h)
     given: Any = {"state": collective_state, "key": key, "step": step, "seed": seed}
+    if h is None and memory.beta is None and hasattr(collective, "mean_steps"):
+        alone = collective.mean_steps(u, group)
+        if alone is not None:
+            return (yield from alone)
     if hasattr(collective, "steps"):
         mean, own = yield from collective.steps(u, group, **given)
     else:
         mean, own = collective.exchange(u, group, **given)
-    center = state.read("m", key) if memory.mirrored else None
+    center = beside(state.read("m", key), x) if memory.mirrored else None
     if h is not None and not memory.mirrored:
         center = collective.mean(h, group)  # of fixed shifts
     if memory.beta is not None:

@@ -100,8 +100,19 @@ class TitanWire:
                 compress_fsdp(part, self.wire, replicas=group, seed=self.seed + number)
                 for number, part in enumerate(parts)
             ]
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self.refuse_lost_step)
         if dist.get_rank() == 0:
             atexit.register(self.tell)
+
+    def refuse_lost_step(self, *_: Any) -> None:
+        """RuntimeError where the step was rolled back: its gradients are NaN, and torchtitan would apply them."""
+        lost = [handle.skipped for handle in self.handles]
+        if any(lost) or (self.pipeline is not None and self.pipeline.skipped):
+            raise RuntimeError(
+                "compress_titan: this step was rolled back (NaN, Inf or a damaged message; the log has the reason), and"
+                " torchtitan cannot leave out a step: go on from its last checkpoint"
+            )
 
     def tell(self) -> None:
         """What was saved on this rank, a line per kind of traffic."""

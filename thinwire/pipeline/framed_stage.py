@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,23 @@ from torch import Tensor
 
 from thinwire.collectives.groups import explicit
 from thinwire.errors import UsageError
-from thinwire.pipeline.early_receives import Receive, empty_receives, start_receive
-from thinwire.pipeline.lane import REFUSED, Lane
+from thinwire.pipeline.early_receives import Receive, empty_receives, is_refusal, start_receive
+from thinwire.pipeline.lane import Lane
 from thinwire.pipeline.overlap import AHEAD, Transport
 from thinwire.pipeline.planned_stage import PlannedStage
 from thinwire.pipeline.shapes import Spec, outputs_of
 from thinwire.pipeline.step_plan import StepPlan
 from thinwire.torch_private.pipelining import GRADIENT_FOR_ALL
+
+
+class Progress(Protocol):
+    """Who is told how far the stages of a rank are."""
+
+    def computation_begins(self) -> None:
+        """Of a micro-batch, forward or backward, on any of the stages."""
+
+    def stage_ends(self, stage: int) -> None:
+        """All weight gradients of the stage are there."""
 
 
 class FramedStage(PlannedStage):
@@ -35,6 +45,8 @@ class FramedStage(PlannedStage):
         self._receives: dict[tuple[str, int], list[Receive]] = {}
         self._sent: dict[int, list[tuple[Spec, bool]]] = {}  # outputs by micro-batch, and whether they get gradients
         self._tokens: dict[int, Tensor] = {}  # by micro-batch, where the wire has token means
+        self._weighed = 0  # micro-batches of the step whose weight gradients are there
+        self.progress: Progress | None = None  # told how far this stage is
 
     # --- what torch asks for
 
@@ -53,6 +65,7 @@ class FramedStage(PlannedStage):
         self._receives.clear()
         self._sent.clear()
         self._tokens.clear()
+        self._weighed = 0
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._framed_sends(super().get_fwd_send_ops(fwd_chunk_id), "forward", fwd_chunk_id)
@@ -77,6 +90,7 @@ class FramedStage(PlannedStage):
         given = more[0] if more else kwargs.get("kwargs")
         if self.told and given and "tokens" in given:
             self._tokens[fwd_chunk_id] = given["tokens"]
+        self._begin()
         tensors = self._decoded("forward", fwd_chunk_id)
         if tensors is not None:
             self.set_local_fwd_input(tuple(tensors), fwd_chunk_id)
@@ -94,6 +108,7 @@ class FramedStage(PlannedStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._current = bwd_chunk_id
+        self._begin()
         gradients = self._decoded("backward", bwd_chunk_id)
         if gradients is not None:
             remaining = iter(gradients)
@@ -101,7 +116,26 @@ class FramedStage(PlannedStage):
             self.set_local_bwd_input(tuple(per_output), bwd_chunk_id)
         if self.owner is not None:
             self.owner.backward_began()
-        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        result = super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if kwargs.get("full_backward", True):
+            self._weigh()
+        return result
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._begin()
+        result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._weigh()
+        return result
+
+    def _begin(self) -> None:
+        if self.progress is not None:
+            self.progress.computation_begins()
+
+    def _weigh(self) -> None:
+        """The weight gradients of one more micro-batch are there."""
+        self._weighed += 1
+        if self.progress is not None and self._weighed == self.microbatches:
+            self.progress.stage_ends(self.stage_index)
 
     # --- frames
 
@@ -258,10 +292,3 @@ class FramedStage(PlannedStage):
                     work.wait()
             else:
                 dist.send(frame, peer, self.group_towards(following), message.tag(i))
-
-
-def is_refusal(frame: Tensor, dtype: torch.dtype) -> bool:
-    """Is this a refusal, where a tensor of `dtype` was expected? Integers are sent without a frame: never."""
-    if not dtype.is_floating_point or frame.device.type != "cpu" or int(frame[0]) != REFUSED:
-        return False
-    return bool((frame == REFUSED).all())

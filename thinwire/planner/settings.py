@@ -29,6 +29,9 @@ class Setting:
     stages: Stages = 1.0  # of gradients: on which stages
 
 
+WHOLE = ("auto", "streams")  # keys of `[wire]` that are no section
+
+
 @dataclass(frozen=True)
 class Wire:
     """How each kind of traffic is compressed; None: sent as torch sends it, in fp32."""
@@ -49,9 +52,10 @@ def preset(name: str) -> Wire:
 
 
 def read_wire(table: Mapping[str, Any], name: str = "run.toml") -> Wire:
-    """A `[wire]` table, called `name` in results; with `auto` it is planned at the strongest level."""
+    """A `[wire]` table, called `name` in results; with `auto` it is planned at the strongest level. How many
+    `streams` it has changes no byte."""
     importlib.import_module("thinwire.config.wire").Wire.of(table)  # a mistake is a UsageError
-    rest = {kind: dict(section) for kind, section in written_out(table).items() if kind != "auto"}
+    rest = {kind: dict(section) for kind, section in written_out(table).items() if kind not in WHOLE}
     embedding = rest.get("embedding", {})
     sync = embedding.pop("sync", "separate")
     rows_codec = embedding.pop("rows_codec", None)

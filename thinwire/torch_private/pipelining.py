@@ -30,7 +30,7 @@ PIPELINE = "CompressedStage"
 require(
     PIPELINE, PipelineStage, "_prepare_forward_infra", "clear_runtime_states", "forward_one_chunk", "get_fwd_recv_ops",
     "backward_one_chunk", "get_bwd_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops", "set_local_fwd_input",
-    "set_local_bwd_input",
+    "set_local_bwd_input", "backward_weight_one_chunk",
 )  # fmt: skip
 require(PIPELINE, PipelineScheduleSingle, "_stage", "_num_stages")
 BUFFERS_ON_DEMAND = hasattr(PipelineStage, "_clear_unlaunched_fwd_recv")  # since 2.15

@@ -36,7 +36,7 @@ from thinwire.train.engine import Alone, Piped
 from thinwire.train.learning_rate import total_steps
 from thinwire.train.mesh import Mesh, make_mesh
 from thinwire.train.model import tensor_parallel as tensor
-from thinwire.train.model.blueprint import Blueprint, build_stages, named_parameters, plan_model
+from thinwire.train.model.blueprint import Blueprint, build_stages, named_parameters, names_by_stage, plan_model
 from thinwire.train.model.encoder import check_schedule
 from thinwire.train.model.families import Classes, read_supported
 from thinwire.train.model.stage import Stage
@@ -250,13 +250,14 @@ def build(
     engine: Alone | Piped = (
         Alone(config, stages[0])
         if config.mesh.pp == 1
-        else Piped(_with_depth(config, decision), wire, plan, mesh, stages, len(samples.train), say)
+        else Piped(_as_decided(config, decision), wire, plan, mesh, stages, len(samples.train), say)
     )
     steps = _say_if_once(config, wire, batches.steps_per_epoch, say)
     chosen = select(config, wire, decision, stages, named)
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)  # where another rank has a copy too
     shared = [] if config.mesh.pp == 1 else next(iter(stages.values())).shared
-    update = Update(config, chosen, mesh, named, tied, rows, batches.steps_per_epoch, shared)
+    update = Update(config, chosen, mesh, named, tied, rows, batches.steps_per_epoch, names_by_stage(stages), shared)
+    engine.tell_progress(update.watch)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
 
 
@@ -293,6 +294,6 @@ def _precompile(
     precompile("the wire", calls, like, say)
 
 
-def _with_depth(config: TrainConfig, decision: Decision | None) -> TrainConfig:
-    """With the `[mesh] ahead` that was decided."""
-    return config if decision is None else replace(config, mesh=replace(config.mesh, ahead=decision.ahead))
+def _as_decided(config: TrainConfig, decision: Decision | None) -> TrainConfig:
+    """With the `[mesh] ahead` and `microbatches` that were decided."""
+    return config if decision is None else replace(config, mesh=decision.on(config.mesh))

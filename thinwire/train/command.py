@@ -170,10 +170,17 @@ def _elastic(config: TrainConfig, args: argparse.Namespace) -> int:
     from thinwire.train.stop import StopRequest
 
     lighthouse = args.lighthouse or config.run.lighthouse
+    if args.local is None:
+        size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+        own = replace(config.mesh, dp=1)
+        _check_ranks(own, size, f"torchrun --nproc-per-node {own.ranks} -m thinwire train … --elastic")
+        resume = args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        with locked(config.run.out) if rank == 0 else nullcontext():
+            if rank == 0:
+                record(config, args.config, resume)
+            return join(config, lighthouse, args.host, args.name, resume)
     with locked(config.run.out):
         record(config, args.config, args.resume)
-        if args.local is None:
-            return join(config, lighthouse, args.host, args.name, args.resume)
         hosts = [f"host{number}" for number in range(args.local + 1)]
         script = Script([]) if args.events is None else load_events(args.events, hosts, config.run.out)
         with StopRequest(True) as stop:

@@ -13,6 +13,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from thinwire.boundaries.synchronise import Boundaries
 from thinwire.config.wire import Wire
 from thinwire.errors import UsageError
+from thinwire.pipeline.framed_stage import Progress
 from thinwire.pipeline.message_choice import Plan
 from thinwire.pipeline.overlap import run_ahead
 from thinwire.pipeline.pipeline import Pipeline
@@ -79,6 +80,9 @@ class Alone:
                     loss.backward()
                 total += loss.detach()
         return total
+
+    def tell_progress(self, progress: Progress) -> None:
+        """There is nothing to be told of between two micro-batches."""
 
     def faults(self) -> int:
         """Nothing is sent, so nothing can be damaged."""
@@ -156,6 +160,11 @@ class Piped:
         if config.mesh.depth > 1:
             run_ahead(self.schedule, config.mesh.depth)
         self.first, self.last = mesh.is_first, mesh.is_last
+        self.progress: Progress | None = None
+
+    def tell_progress(self, progress: Progress) -> None:
+        """From now on `progress` is told how far this rank's stages are, in the last pass of every step."""
+        self.progress = progress
 
     def run(
         self, batch: Batch, train: bool, upcoming: Tensor | None = None, done: Callable[[], None] | None = None
@@ -173,6 +182,8 @@ class Piped:
             return self._evaluate(batch)
         losses: list[Tensor] = []
         about: dict[str, Any] = {}
+        for part in self.parts:
+            part.progress = None if done is None else self.progress
         if self.first:
             shape = tuple(batch.inputs.shape)
             about = {"shape": shape, "ids": batch.ids, "next_ids": upcoming, "next_certain": upcoming is not None}

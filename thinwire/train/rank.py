@@ -105,7 +105,7 @@ def _reason(error: Exception, out: str, heartbeat: Heartbeat) -> str | None:
     lost = heartbeat.lost()
     if lost:
         return f"lost rank {', '.join(map(str, lost))}: {text}"
-    return f"rank {rank} lost its connections: {text}" if _is_broken_connection(error) else None
+    return f"rank {rank} lost its connections: {text}" if is_broken_connection(error) else None
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -113,7 +113,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
-def _is_broken_connection(error: Exception) -> bool:
+def is_broken_connection(error: Exception) -> bool:
     """Gloo and the store report it by RuntimeErrors with one of these texts; errors of the program have none."""
     text = str(error).lower()
     known = ("connection closed", "connection reset", "connection refused", "broken pipe", "timed out", "timeout")

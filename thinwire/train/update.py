@@ -1,6 +1,6 @@
 """From local gradients to new weights: average over replicas, tie, clip over the whole mesh, step, or skip together.
 
-On the first stage gradients leave as they become final, in the backward of the last micro-batch (gradient_pass.py).
+Some gradients leave before the schedule has ended (early_gradients.py).
 
 With AdamW gradients are averaged here (Reducer). FrozenAdam averages momenta itself and takes local gradients; a tied
 embedding, or what all stages share, then still goes through its own reduction and AdamW: its copies stay one parameter.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,11 @@ from thinwire.config.wire import Wire
 from thinwire.data_parallel.checkpoint import concerns
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.frozen_adam import FrozenAdam
-from thinwire.data_parallel.gradient_pass import GradientWatch
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.data_parallel.tied_embedding import TiedEmbedding
 from thinwire.data_parallel.tied_rows import TiedRows
 from thinwire.train.config.sections import TrainConfig
+from thinwire.train.early_gradients import EarlyGradients
 from thinwire.train.learning_rate import frozen_adam, groups, moments
 from thinwire.train.mesh import Mesh, groups_of_ends, groups_of_replicas
 from thinwire.train.model.shared import SharedWeights
@@ -39,13 +39,13 @@ class Update:
     """Owns the reducer, the tied embedding and the optimisers of this rank's parameters.
 
     named: the parameters by name. tied: the name of this rank's copy of a tied embedding, None without one. rows: this
-    end of a tied embedding by rows; its copy is then the owner's. epoch: steps of one. shared: names of weights
-    that all stages have.
+    end of a tied embedding by rows; its copy is then the owner's. epoch: steps of one. stages: by number, the names of
+    their parameters. shared: names of weights that all stages have.
     """
 
     def __init__(
         self, config: TrainConfig, wire: Wire, mesh: Mesh, named: Named, tied: str | None, rows: TiedRows | None,
-        epoch: int, shared: Iterable[str] = (),
+        epoch: int, stages: Mapping[int, Iterable[str]], shared: Iterable[str] = (),
     ) -> None:  # fmt: skip
         self.config = config
         self.mesh = mesh
@@ -74,11 +74,8 @@ class Update:
         self.counted_once = [p for p in once.values() if dim_cut(p) is not None or not mesh.shard]
         waits = None if rows is None or self.tied is None else self.tied.reducer  # for gradients of rows
         self.early = [reducer for reducer in self._reducers().values() if reducer is not waits]
-        # Only where backward sends nothing after them: gradients would delay a frame that other stages wait for. Not on
-        # a card, where kernels would be loaded while messages are in flight.
-        alone = mesh.is_first and len(config.mesh.plan().rank_of) == config.mesh.pp and config.run.device == "cpu"
-        sending = [reducer for reducer in self.early if reducer.size > 1 and alone]
-        self.watch = GradientWatch({p: (name, r.put) for r in sending for name, p in r.parameters.items()})
+        early = self.early if config.run.device == "cpu" else []
+        self.watch = EarlyGradients(early, stages)
         self.begun = False  # the exchange of this step's gradients
         self.skips = 0
         self.waited = 0.0  # seconds of the last step that exchanges took after backward

@@ -6,8 +6,8 @@
     python benchmarks/data_parallel/elastic/evidence.py --out out/quick --quick
 
 Groups, in the order in which they begin: main (500 steps, every member killed ten times, three seeds, and undisturbed),
-faults (100 runs of a minute with kills, freezes and cut links), local (as main with rounds of local steps), torchft
-(torchft alone in fp32 beside thinwire, 150 steps, three deaths), heal (a state over 50 Mb/s). One line of JSON per run
+local (as main with rounds of local steps), torchft (torchft alone in fp32 beside thinwire, 150 steps, three deaths),
+faults (100 runs of a minute with kills, freezes and cut links), heal (a state over 50 Mb/s). One line of JSON per run
 is appended to OUT/runs.jsonl as it ends; runs that are there are not made again. torchft is taken from --torchft, a
 folder with its unpacked wheels, where it is not installed.
 """
@@ -15,6 +15,7 @@ folder with its unpacked wheels, where it is not installed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -34,7 +35,7 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Run:
-    """name: in runs.jsonl. words: of its command. cores: that it is given; 0.5: shared with another. seconds: limit."""
+    """name: in runs.jsonl. words: of its command. cores: that it is given; 0.25: shared with others. seconds: limit."""
 
     name: str
     group: str
@@ -48,31 +49,26 @@ def one(name: str, group: str, cores: float, seconds: float, **options: object) 
     return Run(name, group, ("one_run.py", *words, "--timeout", str(seconds)), cores, seconds)
 
 
-def runs(quick: bool, faults: int) -> Iterator[Run]:
+def runs(quick: bool, faults: str, each: int) -> Iterator[Run]:
+    """faults: first and last seed of such runs. each: cores of a run with compression; one of torchft alone waits for
+    the link most of the time."""
     seeds = SEEDS[:1] if quick else SEEDS
     size: dict[str, object] = {"width": 50} if quick else {}
     steps, deaths = (20, 1) if quick else (500, 10)
-    for group, method in (("main", "max"), ("local", "local")):
-        if group == "local":
-            for seed in range(1 if quick else faults):
-                chosen = "local" if seed % 4 == 3 else "max"
-                words = ("faults.py", "--seed", str(seed), "--method", chosen, "--seconds", "10" if quick else "45")
-                yield Run(f"faults-{seed}", "faults", words, 0.5, 200)
-        for seed in seeds:
-            for number in (deaths, 0):
-                name = f"{method}-{steps}-{number}-{seed}"
-                yield one(
-                    name, group, 2, 580, method=method, steps=steps, deaths=number, seed=seed, **size
-                )  # fmt: skip
+    for group, method, cores in (("main", "max", each), ("local", "local", 1)):
+        for number, seed in itertools.product((deaths, 0), seeds):
+            name = f"{method}-{steps}-{number}-{seed}"
+            yield one(name, group, cores, 580, method=method, steps=steps, deaths=number, seed=seed, **size)
     steps, deaths = (10, 1) if quick else (150, 3)
-    for seed in seeds:
-        for method in ("torchft", "max"):
-            for number in (deaths, 0):
-                name = f"{method}-{steps}-{number}-{seed}-beside"
-                yield one(
-                    name, "torchft", 2 if method == "max" else 1, 580, method=method, steps=steps, deaths=number,
-                    seed=seed, **size,
-                )  # fmt: skip
+    for number, seed, method in itertools.product((deaths, 0), seeds, ("torchft", "max")):
+        name = f"{method}-{steps}-{number}-{seed}-beside"
+        cores = each if method == "max" else 0.34
+        yield one(name, "torchft", cores, 580, method=method, steps=steps, deaths=number, seed=seed, **size)
+    first, last = (int(seed) for seed in faults.split("-"))
+    for seed in range(first, first + 1 if quick else last + 1):
+        chosen = "local" if seed % 4 == 3 else "max"
+        words = ("faults.py", "--seed", str(seed), "--method", chosen, "--seconds", "10" if quick else "45")
+        yield Run(f"faults-{seed}", "faults", words, 0.25, 200)
     yield Run("heal", "heal", ("heal.py", *(("--width", "100", "--steps", "5") if quick else ())), 1, 300)
 
 
@@ -201,10 +197,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cores", default=f"0-{(os.cpu_count() or 1) - 1}")
+    parser.add_argument("--each", type=int, default=2, help="cores of a run with compression")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
     parser.add_argument("--end", type=float, default=1e9, help="seconds after which runs are ended")
     parser.add_argument("--only", default=",".join(GROUPS), help="groups, with commas")
-    parser.add_argument("--faults", type=int, default=100, help="runs with faults")
+    parser.add_argument("--faults", default="0-99", help="first and last seed of the runs with faults")
     parser.add_argument("--torchft", type=Path, help="a folder with torchft, unpacked")
     parser.add_argument("--quick", action="store_true", help="a small form of everything")
     parser.add_argument("--summary", action="store_true", help="only of what is there")
@@ -219,7 +216,9 @@ def main() -> None:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
         made = {line["name"] for line in found if "failed" not in line}
         chosen = options.only.split(",")
-        waiting = [r for r in runs(options.quick, options.faults) if r.group in chosen and r.name not in made]
+        waiting = [
+            r for r in runs(options.quick, options.faults, options.each) if r.group in chosen and r.name not in made
+        ]
         with path.open("a") as file:
             work(waiting, Cores(options.cores), file, options.out, options)
         found = [json.loads(line) for line in path.read_text().splitlines()]

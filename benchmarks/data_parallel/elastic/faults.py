@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from member import Life, train, warm_up
+from member import PRELOAD, Life, train, warm_up
 
 import thinwire as tw
 from thinwire.errors import RunFailed, UsageError
 from thinwire.lab import Network
 
 PORT, MEMBERS, MORE = 29610, 3, 20
-OPTIONS = {"members": MEMBERS, "steps": 500, "width": 16, "min_members": 2, "timeout": 5, "patience": 20}
+OPTIONS = {"members": MEMBERS, "steps": 500, "width": 16, "min_members": 2, "timeout": 5, "patience": 20, "rest": 0.05}
 LONGEST = 10.0  # seconds of a freeze or a cut
 QUIET = 3.0  # seconds between two events, on the average
 
@@ -121,7 +121,7 @@ class Keeper:
         address = f"http://{self.addresses[0]}:{PORT}"
         try:
             notes = self.home / f"{name}.{self.life}"
-            train(notes, self.options, self.addresses[self.rank], address, name, self.life, until(self.home))
+            train(notes, self.options, self.addresses[self.rank], address, name, until(self.home))
         except (RunFailed, UsageError) as problem:
             print(f"thinwire: {problem}", file=error, flush=True)
             return 2
@@ -167,7 +167,7 @@ def measure(seed: int, seconds: float, grace: float, method: str) -> dict[str, A
     events = plan(seed, seconds)
     options = OPTIONS | {"seed": seed, "method": method, "until": seconds + grace}
     with tempfile.TemporaryDirectory() as folder, Network(
-        hosts=MEMBERS + 1, rate="50mbit", patience=60, end_dead=False
+        hosts=MEMBERS + 1, rate="50mbit", preload=PRELOAD, patience=60, end_dead=False
     ) as net:  # fmt: skip
         home = Path(folder)
         addresses = [str(host.address) for host in net.hosts]

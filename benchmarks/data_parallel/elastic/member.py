@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ import thinwire as tw
 from thinwire.config.presets import LOCAL_PRESETS
 from thinwire.elastic.require import require_torchft
 
-CONTEXT, BATCH = 32, 64
+CONTEXT, BATCH = 32, 64  # of the latter per member, where all are there
 DOCS = Path(__file__).parents[3] / "docs"
 EVERY = 10  # inner steps of a round of local steps
 RATE = 1e-3
+PRELOAD = ("torch", "torch._dynamo", "torchft", "member")  # imported once per lab
 
 
 def warm_up() -> None:
@@ -63,25 +64,34 @@ def text() -> tuple[Tensor, Tensor]:
     return data[: -len(data) // 10], data[-len(data) // 10 :]
 
 
-def batch(data: Tensor, g: torch.Generator, size: int = BATCH) -> tuple[Tensor, Tensor]:
+def batch(data: Tensor, g: torch.Generator, size: int) -> tuple[Tensor, Tensor]:
     starts = torch.randint(len(data) - CONTEXT - 1, (size,), generator=g)
     windows = data.unfold(0, CONTEXT + 1, 1)[starts]
     return windows[:, :-1], windows[:, -1]
 
 
+def generator(*about: int) -> torch.Generator:
+    """Numbers that follow from `about`."""
+    return torch.Generator().manual_seed(hash(about) % 2**62)
+
+
 class Life:
     """A model, its optimiser, and its place among the members; `step` makes one step or round.
 
-    options: seed, method, width, min_members, timeout, patience. total: batches until the end, by which the learning
-    rate falls to 0.
+    options: seed, method, members, steps, width, min_members, timeout, patience; rest: seconds before every step or
+    round, 0 where it is not given. data: to train on.
+
+    The samples of a step follow from its number, and are dealt to those who are there, so that runs with and without
+    deaths train on the same ones. Those of an inner step follow from the round and the site's place in the last one.
     """
 
-    def __init__(self, options: dict[str, Any], host: str, lighthouse: str, name: str, total: int) -> None:
+    def __init__(self, options: dict[str, Any], data: Tensor, host: str, lighthouse: str, name: str) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(options["seed"])
+        self.options = options
+        self.data = data
         self.model = NextByte(options["width"])
         self.optimizer = torch.optim.Adam(self.model.parameters(), RATE)
-        self.total = total
         self.method = options["method"]
         self.reducer: Any = None
         self.local: Any = None
@@ -122,14 +132,6 @@ class Life:
     # --- where it is
 
     @property
-    def done(self) -> float:
-        """Batches of all members that counted."""
-        if self.local is not None:
-            return float(self.local.meetings.tokens)
-        manager = self.manager if self.method == "torchft" else self.quorum.manager
-        return 0 if manager is None else manager.batches_committed()
-
-    @property
     def steps(self) -> int:
         return int(self.manager.current_step() if self.method == "torchft" else self.quorum.steps)
 
@@ -153,31 +155,57 @@ class Life:
 
     # --- a step
 
-    def step(self, draw: Callable[[], tuple[Tensor, Tensor]]) -> bool:
+    def step(self) -> bool:
         """One step, or one round of local steps: did it count?"""
         for group in self.optimizer.param_groups:
-            group["lr"] = RATE * max(0.02, 1 - self.done / self.total)
+            group["lr"] = RATE * max(0.02, 1 - self.steps / self.options["steps"])
+        time.sleep(self.options.get("rest", 0.0))
         if self.local is not None:
-            while True:
-                self._backward(draw)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                if self.local.step():
-                    return True
+            return self._round()
         if self.method == "torchft":
             self.manager.start_quorum()
         else:
             self.quorum.begin()
-        self._backward(draw)
+        self._backward()
         counts = self._average()
         if counts:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return counts
 
-    def _backward(self, draw: Callable[[], tuple[Tensor, Tensor]]) -> None:
-        x, y = draw()
-        nn.functional.cross_entropy(self.model(x), y).backward()
+    def _round(self) -> bool:
+        place, number = self.local.site.exchange.place[1], self.steps
+        for x, y in self._inner(number, place):
+            nn.functional.cross_entropy(self.model(x), y).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if self.local.step():
+                return True
+        raise AssertionError("a round has no end")
+
+    def _inner(self, number: int, place: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of a site in a round."""
+        g = generator(self.options["seed"], number, place)
+        while True:
+            yield batch(self.data, g, BATCH)
+
+    def _backward(self) -> None:
+        """This member's share of the step's samples. One that has no place (its state did not come) computes on all."""
+        if self.method == "torchft":
+            place, size = self.manager.participating_rank() or 0, max(1, self.manager.num_participants())
+        else:
+            size, place = self._place()
+        whole = BATCH * self.options["members"]
+        x, y = batch(self.data, generator(self.options["seed"], self.steps), whole)
+        loss = nn.functional.cross_entropy(self.model(x[place::size]), y[place::size], reduction="sum")
+        (loss * (size / whole)).backward()
+
+    def _place(self) -> tuple[int, int]:
+        """(members, this one's place)."""
+        try:
+            return self.quorum.world()
+        except RuntimeError:  # no connections: this step will not count
+            return 1, 0
 
     def _average(self) -> bool:
         if self.method != "torchft":
@@ -201,25 +229,16 @@ class Life:
 
 
 def train(
-    notes: Path,
-    options: dict[str, Any],
-    host: str,
-    lighthouse: str,
-    name: str,
-    life: int,
-    ended: Callable[[Life], bool],
-) -> float:
+    notes: Path, options: dict[str, Any], host: str, lighthouse: str, name: str, ended: Callable[[Life], bool]
+) -> float:  # fmt: skip
     """One life, until `ended`: the held-out loss. notes: a line per step goes there."""
     data, held_out = text()
-    total = options["members"] * options["steps"] * (EVERY if options["method"] == "local" else 1)
-    one = Life(options, host, lighthouse, name, total)
-    g = torch.Generator().manual_seed(hash((options["seed"], life, int(name[-1]))) % 2**40)
+    one = Life(options, data, host, lighthouse, name)
     with notes.open("w", buffering=1) as file:
         while not ended(one):
-            began = one.done
-            counts = one.step(lambda: batch(data, g))
+            counts = one.step()
             said = {"step": one.steps - counts, "at": time.monotonic(), "counts": counts}
-            said |= {"weights": one.digest(), "batches": one.done - began, **one.about()}
+            said |= {"weights": one.digest(), **one.about()}
             file.write(json.dumps(said) + "\n")
     x, y = batch(held_out, torch.Generator().manual_seed(0), 8192)
     model = one.model

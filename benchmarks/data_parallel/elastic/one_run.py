@@ -4,11 +4,11 @@
     python benchmarks/data_parallel/elastic/one_run.py --steps 60 --deaths 1
     python benchmarks/data_parallel/elastic/one_run.py --method local         # or torchft, or a preset; --deaths 0
 
-A model of a million parameters predicts the next byte of this project's documentation. A run ends when as many batches
-have counted as four members make in `--steps` steps. Printed as one line of JSON: the longest time between two steps
-that counted (from the first one with all four on), in how many steps weights differed between members (0 is right),
-held-out loss, deaths, steps that did not count, residuals that were lost with the dead (their norm beside that of a
-survivor), batches that were lost, and the bytes that crossed the members' links.
+A model of a million parameters predicts the next byte of this project's documentation. A run ends when `--steps` steps
+have counted, or as many rounds of ten local steps. Whoever is there, a step has the same samples. Printed as one line
+of JSON: the longest time between two steps that counted (from the first one with all four on), in how many steps
+weights differed between members (0 is right), held-out loss, deaths, steps that did not count, residuals that were lost
+with the dead (their norm beside that of a survivor), and the bytes that crossed the members' links.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from member import Life, train, warm_up
+from member import PRELOAD, Life, train, warm_up
 
 import thinwire as tw
 from thinwire.lab import Network
@@ -44,7 +44,7 @@ def keep(folder: str, options: dict[str, Any], addresses: list[str]) -> int:
     rank, home = int(os.environ["RANK"]), Path(folder)
     warm_up()
     if rank == 0:
-        with tw.elastic.Lighthouse(addresses[0], PORT, min_members=2, lost_seconds=1.0):
+        with tw.elastic.Lighthouse(addresses[0], PORT, min_members=2, lost_seconds=1.0, join_seconds=5.0):
             while not (home / "finished").exists():
                 time.sleep(0.1)
             time.sleep(2)
@@ -70,11 +70,13 @@ def live(home: Path, options: dict[str, Any], host: str, lighthouse: str, name: 
     """One life of a member; the first one at the end says so."""
 
     def ended(one: Life) -> bool:
-        return one.done >= one.total or (home / "finished").exists()  # who comes after the end does not begin anew
+        done = one.steps >= options["steps"]
+        return done or (home / "finished").exists()  # who comes after the end does not begin anew
 
-    loss = train(home / f"{name}.{life}", options, host, lighthouse, name, life, ended)
-    (home / f"finished.{name}").write_text(json.dumps({"loss": loss}))
-    os.replace(home / f"finished.{name}", home / "finished")
+    loss = train(home / f"{name}.{life}", options, host, lighthouse, name, ended)
+    if not (home / "finished").exists():  # who came after the end has not trained
+        (home / f"finished.{name}").write_text(json.dumps({"loss": loss}))
+        os.replace(home / f"finished.{name}", home / "finished")
 
 
 def _watch(home: Path, notes: str, process: int, deaths: list[int], chance: random.Random) -> bool:
@@ -136,7 +138,7 @@ def measure(options: dict[str, Any], rate: str, timeout: float, notes: Path | No
         notes.mkdir(parents=True)
     with (
         tempfile.TemporaryDirectory() if notes is None else nullcontext(str(notes)) as folder,
-        Network(hosts=options["members"] + 1, rate=rate, patience=60, end_dead=False) as net,
+        Network(hosts=options["members"] + 1, rate=rate, preload=PRELOAD, patience=60, end_dead=False) as net,
     ):
         addresses = [str(host.address) for host in net.hosts]
         results = net.run(keep, folder, options, addresses, timeout=timeout, echo=False)

@@ -19,6 +19,7 @@ from thinwire.bench.one_process.crossing import Crossing, cross
 from thinwire.bench.one_process.pair import TiedPair
 from thinwire.config.wire import Wire, warmup_steps
 from thinwire.errors import UsageError
+from thinwire.memory.deferred import fetch
 from thinwire.pipeline.lane import DIRECTIONS, Message
 from thinwire.pipeline.message_choice import MessageChoice, Plan
 from thinwire.planner.step import Traffic
@@ -96,9 +97,9 @@ class OneProcess:
             total, faults = total + loss, faults + found
         if self.tied is not None:
             self.tied.reduce()
-        squares = [float(sum_of_squares(p for n, p in own.items() if i == 0 or n not in self._copies))
+        squares = [sum_of_squares(p for n, p in own.items() if i == 0 or n not in self._copies)
                    for i, own in enumerate(self.named)]  # fmt: skip
-        norm = math.sqrt(sum(squares))
+        norm = math.sqrt(sum(torch.stack(squares).tolist()))
         skipped = faults > 0 or not math.isfinite(norm)
         self._end_pass(not skipped)
         if self.tied is not None:
@@ -140,6 +141,7 @@ class OneProcess:
             loss = self._forward(micro, number, coded)
             loss.backward()
             losses.append(loss.detach())
+        fetch(channel.deferred for lane in lanes for _, channel in lane.channels())
         faults = sum(len(crossing.faults()) for crossing in self.crossings)
         if not last:
             self._end_pass(not faults)

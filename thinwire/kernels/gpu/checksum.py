@@ -26,14 +26,29 @@ PRIME = tl.constexpr(layout.PRIME)
 def words_of(data, first, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr):
     """uint32[ROWS, COLUMNS] from word `first`; bytes beyond the end are zero."""
     word = first + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    if ALIGNED and 4 * (first + ROWS * COLUMNS) <= size:
-        words = tl.load(data.to(tl.pointer_type(tl.uint32)) + word)
+    if ALIGNED:
+        words_at = data.to(tl.pointer_type(tl.uint32)) + word
+        if 4 * (first + ROWS * COLUMNS) <= size:
+            words = tl.load(words_at)
+        else:  # byte by byte it would take all registers, of whole tiles too
+            last = size.to(tl.int64) // 4
+            words = tl.load(words_at, mask=word < last, other=0)
+            words = tl.where(word == last, _rest(data + 4 * last, size - 4 * last), words)
     else:
         words = tl.zeros([ROWS, COLUMNS], tl.uint32)
         for i in tl.static_range(4):
             byte = tl.load(data + 4 * word + i, mask=4 * word + i < size, other=0)
             words |= byte.to(tl.uint32) << (8 * i)
     return words
+
+
+@triton.jit
+def _rest(data, count):
+    """The last `count` bytes, fewer than four, as a word."""
+    word = tl.zeros([], tl.uint32)
+    for i in tl.static_range(3):
+        word |= tl.load(data + i, mask=i < count, other=0).to(tl.uint32) << (8 * i)
+    return word
 
 
 @triton.jit
@@ -50,11 +65,12 @@ def residue(data, tile, step, size, k0, k1, ROWS: tl.constexpr, COLUMNS: tl.cons
     first = tile.to(tl.int64) * (ROWS * COLUMNS)
     while 4 * first < size:
         words = words_of(data, first, size, ROWS, COLUMNS, ALIGNED)
-        product = words.to(tl.uint64) * weight(hash_sum(offset + hash_start(first, k0), k1)).to(tl.uint64)
-        low += tl.sum(product & 0xFFFFFFFF, axis=0)
-        high += tl.sum(product >> 32, axis=0)
+        weights = weight(hash_sum(offset + hash_start(first, k0), k1)).to(tl.uint64)
+        # products of 48 bits, 2^16 of which fit 64: a multiplication and its addition are one instruction
+        low += tl.sum((words & 0xFFFF).to(tl.uint64) * weights, axis=0)
+        high += tl.sum((words >> 16).to(tl.uint64) * weights, axis=0)
         first += step.to(tl.int64) * (ROWS * COLUMNS)
-    return (tl.sum(high) % PRIME * 5 + tl.sum(low)) % PRIME  # 2³² ≡ 5
+    return (tl.sum(high % PRIME) % PRIME * 65536 + tl.sum(low % PRIME)) % PRIME
 
 
 @triton.jit

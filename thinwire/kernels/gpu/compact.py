@@ -26,26 +26,33 @@ PAD = 4096  # places left over that a program fills
 
 
 @triton.jit
-def _marks(x, limit, start, n, EACH: tl.constexpr):
-    """uint32[LANES]: a byte a chunk, a bit a value with |x| ≥ limit; NaN has none."""
+def _passes(run, limit, NANS: tl.constexpr):
+    """bool: |run| ≥ limit; NANS: or NaN."""
+    edge = widen(tl.load(limit))
+    return (tl.abs(run) < edge) == 0 if NANS else tl.abs(run) >= edge
+
+
+@triton.jit
+def _marks(x, limit, start, n, EACH: tl.constexpr, NANS: tl.constexpr):
+    """uint32[LANES]: a byte a chunk, a bit a value with |x| ≥ limit; NaN has none, or one with NANS."""
     place = start + tl.arange(0, CHUNKS * LANES * EACH)
-    run = widen(tl.load(x + place, mask=place < n, other=float("nan")))
-    chosen = tl.reshape((tl.abs(run) >= widen(tl.load(limit))).to(tl.uint32), [CHUNKS, LANES, EACH])
+    run = widen(tl.load(x + place, mask=place < n, other=0))
+    chosen = tl.reshape((_passes(run, limit, NANS) & (place < n)).to(tl.uint32), [CHUNKS, LANES, EACH])
     bytes_ = tl.sum(chosen << tl.arange(0, EACH)[None, None, :], axis=2)
     return tl.sum(bytes_ << (tl.arange(0, CHUNKS) * 8)[:, None], axis=0)
 
 
 @triton.jit
-def _marks_of_full(x, limit, start, EACH: tl.constexpr):
+def _marks_of_full(x, limit, start, EACH: tl.constexpr, NANS: tl.constexpr):
     """The same for full tiles."""
     run = widen(tl.load(x + start + tl.arange(0, CHUNKS * LANES * EACH)))
-    chosen = tl.reshape((tl.abs(run) >= widen(tl.load(limit))).to(tl.uint32), [CHUNKS, LANES, EACH])
+    chosen = tl.reshape(_passes(run, limit, NANS).to(tl.uint32), [CHUNKS, LANES, EACH])
     bytes_ = tl.sum(chosen << tl.arange(0, EACH)[None, None, :], axis=2)
     return tl.sum(bytes_ << (tl.arange(0, CHUNKS) * 8)[:, None], axis=0)
 
 
 @triton.jit
-def _marks_of_pairs(x, limit, start, EACH: tl.constexpr, INF: tl.constexpr):
+def _marks_of_pairs(x, limit, start, EACH: tl.constexpr, INF: tl.constexpr, NANS: tl.constexpr):
     """The same for full tiles of 16-bit values, aligned to 4 bytes: two in a register, magnitudes compared as integers.
 
     INF: the bits of infinity. A half's top bit is set by adding what its magnitude lacks to 2¹⁵: nothing is carried.
@@ -55,7 +62,9 @@ def _marks_of_pairs(x, limit, start, EACH: tl.constexpr, INF: tl.constexpr):
     least = tl.where(edge > 0, bits, tl.where(edge == edge, 0, 0x8000).to(tl.uint32))  # NaN as limit: nothing passes
     first = (x + start).to(tl.pointer_type(tl.uint32))
     sizes = tl.load(first + tl.arange(0, CHUNKS * LANES * EACH // 2)) & 0x7FFF7FFF
-    tops = (sizes + (0x8000 - least) * 0x10001) & ~(sizes + (0x8000 - INF - 1) * 0x10001) & 0x80008000
+    tops = (sizes + (0x8000 - least) * 0x10001) & 0x80008000
+    if not NANS:
+        tops = tops & ~(sizes + (0x8000 - INF - 1) * 0x10001)
     pairs = tl.reshape(tops, [CHUNKS, LANES, EACH // 2])
     halves = tl.sum(pairs >> (15 - tl.arange(0, EACH // 2))[None, None, :], axis=2)  # even values; odd ones 16 bits up
     bytes_ = (halves | (halves >> (16 - EACH // 2))) & 0xFF
@@ -74,7 +83,7 @@ def _shift(chunk):
 
 @triton.jit
 def _select(
-    x, limit, tile, n, first, places, values, base, room, EACH: tl.constexpr, INF: tl.constexpr
+    x, limit, tile, n, first, places, values, base, room, EACH: tl.constexpr, INF: tl.constexpr, NANS: tl.constexpr
 ):  # fmt: skip
     """Entries of a tile from places[base] on, the first `room` of them: place in the tile plus `first`, and value.
 
@@ -82,11 +91,11 @@ def _select(
     """
     start = tile * (CHUNKS * LANES * EACH)
     if start + CHUNKS * LANES * EACH > n:
-        marks = _marks(x, limit, start, n, EACH)
+        marks = _marks(x, limit, start, n, EACH, NANS)
     elif INF > 0:
-        marks = _marks_of_pairs(x, limit, start, EACH, INF)
+        marks = _marks_of_pairs(x, limit, start, EACH, INF, NANS)
     else:
-        marks = _marks_of_full(x, limit, start, EACH)
+        marks = _marks_of_full(x, limit, start, EACH, NANS)
     pairs = marks - ((marks >> 1) & 0x55555555)
     fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
     bytes_ = (fours + (fours >> 4)) & 0x0F0F0F0F  # of each byte, how many bits are set
@@ -110,18 +119,20 @@ def _select(
 
 @triton.jit(do_not_specialize=["n"])
 def _set_aside(
-    x, limit, places, values, counts, n, ROOM: tl.constexpr, EACH: tl.constexpr, INF: tl.constexpr
+    x, limit, places, values, counts, n,
+    ROOM: tl.constexpr, EACH: tl.constexpr, INF: tl.constexpr, NANS: tl.constexpr,
 ):  # fmt: skip
     """places, values: a segment of ROOM for every tile; counts: of every tile."""
     tile = tl.program_id(0).to(tl.int64)
-    count = _select(x, limit, tile, n, 0, places, values, tile * ROOM, ROOM, EACH, INF)
+    count = _select(x, limit, tile, n, 0, places, values, tile * ROOM, ROOM, EACH, INF, NANS)
     tl.store(counts + tile, count.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["n", "room", "tiles"])
 def _bring(
     x, limit, places, values, counts, ends, index, out, n, room, tiles,
-    ROOM: tl.constexpr, EACH: tl.constexpr, INF: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+    ROOM: tl.constexpr, EACH: tl.constexpr, INF: tl.constexpr, NANS: tl.constexpr, TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The segments of TILES tiles to their places; ends: entries up to and including each tile's."""
     SIZE: tl.constexpr = CHUNKS * LANES * EACH
@@ -144,7 +155,7 @@ def _bring(
         base = tl.load(ends + first) - tl.load(counts + first)
         for i in range(TILES):
             left = tl.minimum(tl.maximum(room - base, 0), SIZE).to(tl.int32)
-            base += _select(x, limit, first + i, n, (first + i) * SIZE, index, out, base, left, EACH, INF)
+            base += _select(x, limit, first + i, n, (first + i) * SIZE, index, out, base, left, EACH, INF, NANS)
 
 
 @triton.jit(do_not_specialize=["room"])
@@ -156,12 +167,12 @@ def _pad(index, values, found, room, SIZE: tl.constexpr):
     tl.store(values + place, tl.zeros([SIZE], values.dtype.element_ty), mask=left)
 
 
-def select_into(x, limit, index, values):
-    """limit: 0-d, on x's device, in x's dtype. No host synchronisation."""
+def select_into(x, limit, index, values, nans=False):
+    """limit: 0-d, on x's device, in x's dtype. nans: NaN passes too. No host synchronisation."""
     n, room, each = x.numel(), index.numel(), 16 // x.element_size()
     inf = int(torch.tensor(torch.inf, dtype=x.dtype).view(torch.int16)) if each == 8 and x.data_ptr() % 4 == 0 else 0
     segment, tiles = 4 * 32 * each // SHARE, triton.cdiv(n, 4 * 32 * each)
-    constants = {"ROOM": segment, "EACH": each, "INF": inf}
+    constants = {"ROOM": segment, "EACH": each, "INF": inf, "NANS": nans}
     places = torch.empty(tiles * segment, dtype=torch.int16, device=x.device)
     held = torch.empty(tiles * segment, dtype=x.dtype, device=x.device)
     counts = torch.zeros(max(tiles, 1), dtype=torch.int32, device=x.device)

@@ -54,6 +54,16 @@ def _count(wire, counts, size, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _counted_before(counts, program, NEAR: tl.constexpr):
+    """The sum of the programs' counts before this one's."""
+    total = tl.zeros([NEAR], tl.int64)
+    for first in range(0, program, NEAR):
+        other = first + tl.arange(0, NEAR)
+        total += tl.load(counts + other, mask=other < program, other=0)
+    return tl.sum(total)
+
+
+@triton.jit
 def _low_part(wire, before, rank, mask, low):
     """The low bits at bit (before + rank) · low; rank: int32, small."""
     start = before * low
@@ -68,13 +78,13 @@ def _low_part(wire, before, rank, mask, low):
 
 
 @triton.jit(do_not_specialize=["size", "low", "k"], do_not_specialize_on_alignment=["high", "lows"])
-def _place(high, lows, ends, index, size, low, k, RANKED: tl.constexpr, SIZE: tl.constexpr):
-    """index[rank] of the first k set bits; ends: ones up to and including each program's bytes."""
+def _place(high, lows, counts, index, size, low, k, RANKED: tl.constexpr, SIZE: tl.constexpr):
+    """index[rank] of the first k set bits; counts: ones in each program's bytes."""
     start = tl.program_id(0).to(tl.int64) * SIZE
     place = tl.arange(0, SIZE)
     byte = tl.load(high + start + place, mask=start + place < size, other=0).to(tl.int32)
     ones = _ones(byte)
-    before = tl.load(ends + tl.program_id(0)) - tl.sum(ones)
+    before = _counted_before(counts, tl.program_id(0), 1024)
     bit = tl.arange(0, 8)[None, :]
     rank = (tl.cumsum(ones, axis=0) - ones)[:, None] + _ones(byte[:, None] & ((1 << bit) - 1))  # inside the program
     left = tl.minimum(tl.maximum(k - before, 0), 8 * SIZE).to(tl.int32)
@@ -88,28 +98,29 @@ def _place(high, lows, ends, index, size, low, k, RANKED: tl.constexpr, SIZE: tl
         tl.store(index + before + rank, start * 8 + value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["n", "k", "last"])
-def _check(index, good, ends, n, k, last, COUNTED: tl.constexpr, SIZE: tl.constexpr):
-    """Make good[0] false unless all are inside and ascending (COUNTED: and ends[last] is k), and bring those outside to
-    the edge."""
+@triton.jit(do_not_specialize=["n", "k", "programs"])
+def _check(index, good, counts, n, k, programs, COUNTED: tl.constexpr, SIZE: tl.constexpr):
+    """Make good[0] false unless all are inside and ascending (COUNTED: and the sum of `programs` counts is k). Those
+    outside are brought to the edge."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     value = tl.load(index + i, mask=i < k, other=0)
     outside = (i < k) & ((value < 0) | (value >= n))
     before = tl.load(index + i - 1, mask=(i < k) & (i > 0), other=-1)  # at the edge already, perhaps: it said so itself
     wrong = outside | ((i < k) & (i > 0) & (value <= before))
-    if COUNTED:
-        wrong = wrong | ((i == 0) & (tl.load(ends + last) != k))
+    if COUNTED:  # noqa: SIM102 — a constant, and a value of run time
+        if tl.program_id(0) == 0:
+            wrong = wrong | ((i == 0) & (_counted_before(counts, programs, SIZE) != k))
     tl.store(index + i, tl.minimum(tl.maximum(value, 0), n - 1), mask=outside)
     ones = wrong.to(tl.int32)
     tl.store(good + ones * 0, ones < 0, mask=ones > 0)
 
 
-def checked(index, n, ends=None):
-    """(the indices, 0-d bool: they are good and, where `ends` is given, as many as its last), without waiting for the
+def checked(index, n, counts=None):
+    """(the indices, 0-d bool: they are good and, where `counts` is given, as many as its sum), without waiting for the
     card."""
     k, good = index.numel(), true_flag(index)
-    arguments = index, good, index if ends is None else ends, n, k, 0 if ends is None else ends.numel() - 1
-    launch(_check, triton.cdiv(k, SIZE), *arguments, COUNTED=ends is not None, SIZE=SIZE)
+    arguments = index, good, index if counts is None else counts, n, k, 0 if counts is None else counts.numel()
+    launch(_check, triton.cdiv(k, SIZE), *arguments, COUNTED=counts is not None, SIZE=SIZE)
     return index, good
 
 
@@ -143,12 +154,11 @@ def decode_elias_fano(wire, n, k):
 
 
 def _decoded(wire, cut, k, low, ranked):
-    """(int64[k]; int64[…]: ends in how many there are in the message), without waiting for the card."""
+    """(int64[k]; int64[…], whose sum is how many there are in the message), without waiting for the card."""
     high = wire[cut:]
     programs = triton.cdiv(high.numel(), BYTES)
     counts = torch.empty(programs, dtype=torch.int64, device=wire.device)
     launch(_count, programs, high, counts, high.numel(), SIZE=BYTES)
-    ends = counts.cumsum(dim=0)
     index = torch.empty(k, dtype=torch.int64, device=wire.device)
-    launch(_place, programs, high, wire, ends, index, high.numel(), low, k, RANKED=ranked, SIZE=BYTES, warps=WARPS)
-    return index, ends
+    launch(_place, programs, high, wire, counts, index, high.numel(), low, k, RANKED=ranked, SIZE=BYTES, warps=WARPS)
+    return index, counts

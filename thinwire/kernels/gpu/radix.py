@@ -23,38 +23,57 @@ REFINE = 10  # bits resolved by each refining histogram
 STEPS = {torch.float32: 2}  # refining histograms; the 16-bit dtypes have nothing in the last ten bits
 
 
-@triton.jit(do_not_specialize=["n"])
-def _histogram(x, counts, n, SHIFT: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr):
-    """counts[|x| bits >> SHIFT] += 1."""
+@triton.jit
+def unless(skip, n, GUARDED: tl.constexpr):
+    """n as int64; with GUARDED zero where skip[0]."""
+    if GUARDED:
+        return tl.where(tl.load(skip), 0, n).to(tl.int64)
+    return n.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["n", "programs"])
+def _histogram(
+    x, counts, skip, n, programs, SHIFT: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, GUARDED: tl.constexpr
+):  # fmt: skip
+    """counts[|x| bits >> SHIFT] += 1. GUARDED: nothing where skip[0]."""
+    n = unless(skip, n, GUARDED)
     start = tl.program_id(0).to(tl.int64) * SIZE
-    inside = start + tl.arange(0, SIZE) < n
-    bins = (bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE) >> SHIFT
-    tl.atomic_add(counts, tl.sum((inside & (bins == 0)).to(tl.int32)).to(tl.int64), sem="relaxed")
-    top = tl.max(bins)  # bins beyond n hold zeros
-    while top > 0:
-        low = tl.maximum(top - (WINDOW - 1), 1)
-        found = tl.histogram(bins - low, WINDOW, mask=(bins >= low) & (bins <= top))
-        place = low + tl.arange(0, WINDOW)
-        tl.atomic_add(counts + place, found.to(tl.int64), mask=found > 0, sem="relaxed")
-        top = tl.max(tl.where(bins < low, bins, 0))
+    while start < n:
+        inside = start + tl.arange(0, SIZE) < n
+        bins = (bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE) >> SHIFT
+        tl.atomic_add(counts, tl.sum((inside & (bins == 0)).to(tl.int32)).to(tl.int64), sem="relaxed")
+        top = tl.max(bins)  # bins beyond n hold zeros
+        while top > 0:
+            low = tl.maximum(top - (WINDOW - 1), 1)
+            found = tl.histogram(bins - low, WINDOW, mask=(bins >= low) & (bins <= top))
+            place = low + tl.arange(0, WINDOW)
+            tl.atomic_add(counts + place, found.to(tl.int64), mask=found > 0, sem="relaxed")
+            top = tl.max(tl.where(bins < low, bins, 0))
+        start += programs.to(tl.int64) * SIZE
 
 
-@triton.jit(do_not_specialize=["n"])
-def _refine(x, counts, state, n, SHIFT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "programs"])
+def _refine(
+    x, counts, state, skip, n, programs, SHIFT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    GUARDED: tl.constexpr,
+):  # fmt: skip
     """counts[(|x| bits >> SHIFT) mod 2^WIDTH] += 1 for the values whose bits before those are state[0]."""
+    n = unless(skip, n, GUARDED)
     start = tl.program_id(0).to(tl.int64) * SIZE
-    bits = bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE
-    match = (start + tl.arange(0, SIZE) < n) & ((bits >> (SHIFT + WIDTH)) == tl.load(state).to(tl.int32))
-    bins = (bits >> SHIFT) & ((1 << WIDTH) - 1)
-    least, most = tl.min(tl.where(match, bins, 1 << WIDTH)), tl.max(tl.where(match, bins, -1))
-    if most >= 0:
-        smallest = tl.sum((match & (bins == least)).to(tl.int32)).to(tl.int64)
-        tl.atomic_add(counts + least, smallest, sem="relaxed")
-        if most > least:
-            largest = tl.sum((match & (bins == most)).to(tl.int32)).to(tl.int64)
-            tl.atomic_add(counts + most, largest, sem="relaxed")
-            between = match & (bins > least) & (bins < most)
-            tl.atomic_add(counts + bins, tl.full([SIZE], 1, tl.int64), mask=between, sem="relaxed")
+    while start < n:
+        bits = bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE
+        match = (start + tl.arange(0, SIZE) < n) & ((bits >> (SHIFT + WIDTH)) == tl.load(state).to(tl.int32))
+        bins = (bits >> SHIFT) & ((1 << WIDTH) - 1)
+        least, most = tl.min(tl.where(match, bins, 1 << WIDTH)), tl.max(tl.where(match, bins, -1))
+        if most >= 0:
+            smallest = tl.sum((match & (bins == least)).to(tl.int32)).to(tl.int64)
+            tl.atomic_add(counts + least, smallest, sem="relaxed")
+            if most > least:
+                largest = tl.sum((match & (bins == most)).to(tl.int32)).to(tl.int64)
+                tl.atomic_add(counts + most, largest, sem="relaxed")
+                between = match & (bins > least) & (bins < most)
+                tl.atomic_add(counts + bins, tl.full([SIZE], 1, tl.int64), mask=between, sem="relaxed")
+        start += programs.to(tl.int64) * SIZE
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -77,22 +96,33 @@ def histogram(x):
     return counts
 
 
-def _count_leading(x, counts):
-    n = x.numel()
-    launch(_histogram, triton.cdiv(n, SIZE), x, counts, n, SHIFT=HISTOGRAM_SHIFT, WINDOW=WINDOW, SIZE=SIZE)
+LOOKING = 528  # programs that look whether there is anything to do
 
 
-def kth_bits(x, k):
+def _count_leading(x, counts, skip=None):
+    n, programs = x.numel(), _programs(x, skip)
+    constants = {"SHIFT": HISTOGRAM_SHIFT, "WINDOW": WINDOW, "SIZE": SIZE, "GUARDED": skip is not None}
+    launch(_histogram, programs, x, counts, x if skip is None else skip, n, programs, **constants)
+
+
+def _programs(x, skip):
+    tiles = triton.cdiv(x.numel(), SIZE)
+    return tiles if skip is None else min(LOOKING, tiles)
+
+
+def kth_bits(x, k, skip=None):
     """(int64[2] on the device: the k-th largest magnitude's bits without the last `low`, and how many of the
-    entries equal to it belong to the k largest; low)."""
+    entries equal to it belong to the k largest; low). skip: 0-d bool on the device; where true nothing is done."""
     steps = STEPS.get(x.dtype, 1)
     counts = torch.zeros(BINS + (steps << REFINE), dtype=torch.int64, device=x.device)
     state = torch.empty(2, dtype=torch.int64, device=x.device)
-    _count_leading(x, counts)
+    _count_leading(x, counts, skip)
     launch(_narrow, 1, counts, state, k, FIRST=True, WIDTH=31 - HISTOGRAM_SHIFT, warps=8)
     low, n = HISTOGRAM_SHIFT, x.numel()
+    programs = _programs(x, skip)
     for step in range(steps):
         table, low = counts[BINS + (step << REFINE) :], low - REFINE
-        launch(_refine, triton.cdiv(n, SIZE), x, table, state, n, SHIFT=low, WIDTH=REFINE, SIZE=SIZE)
+        constants = {"SHIFT": low, "WIDTH": REFINE, "SIZE": SIZE, "GUARDED": skip is not None}
+        launch(_refine, programs, x, table, state, x if skip is None else skip, n, programs, **constants)
         launch(_narrow, 1, table, state, k, FIRST=False, WIDTH=REFINE)
     return state, low

@@ -3,25 +3,35 @@
 x is read once, to mark: a bit a value, and a count a tile. Then each tile's place in the output is known, the number
 of entries before it: the marks, a small share of x's size, become indices, and the same program fetches their values.
 Where the output's size is given, one pass is enough (compact.py).
+
+The k largest of many values: a threshold that a few more than k pass comes from a sample, and the exact answer from
+those. Whether they were enough is known on the card only. So the way over all values is launched too, by programs that
+find at once that they have nothing to do.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 
 from thinwire.kernels.gpu import compact
+from thinwire.kernels.gpu import launch as launching
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch
-from thinwire.kernels.gpu.radix import histogram, kth_bits
+from thinwire.kernels.gpu.radix import LOOKING, histogram, kth_bits, unless
 from thinwire.kernels.gpu.scalar import MAGNITUDE, bits_of, narrow, widen
 
 __all__ = ["histogram", "kth_magnitude", "scatter_add", "select", "select_into", "top"]
 
 SIZE, MARK_WARPS = 8192, 8  # values a program marks
-ADD = 512  # entries a program adds
+ADD, ADD_WARPS = 512, 4  # entries a program adds
 TILE, PLACE_WARPS = 16384, 1  # values whose entries a program places; SIZE divides TILE
+LARGE, FEW = 1 << 22, 32  # from so many values on, k of them at most one in so many: by way of a sample,
+EVERY, RUN = 64, 256  # one in so many, in runs of so many,
+AIM, MOST = 1.1, 1.25  # from which a threshold is taken that so many k may pass; more than MOST do not fit
 GROUP = 256  # tiles counted together: a program adds up the groups before its own, then the tiles before it
 
 
@@ -44,14 +54,26 @@ def _write_marks(chosen, marks, counts, start, count, TILE: tl.constexpr, GROUP:
     tl.atomic_add(counts + count + start // (TILE * GROUP), entries, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["n", "count"])
+@triton.jit(do_not_specialize=["n", "count", "programs"])
 def _mark(
-    x, limit, marks, counts, n, count,
-    LOW: tl.constexpr, TIES: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    x, limit, marks, counts, skip, n, count, programs, LOW: tl.constexpr, TIES: tl.constexpr, TILE: tl.constexpr,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
     """Mark |x| ≥ limit, NaN left out. With TIES: magnitudes whose bits without the LOW last are above limit[0], NaN
-    above all; and, in a second row of marks and counts, those whose bits are equal to it. count: tiles in all."""
+    above all; and, in a second row of marks and counts, those whose bits are equal to it. count: tiles in all.
+    GUARDED: nothing where skip[0]."""
+    n = unless(skip, n, GUARDED)
     start = tl.program_id(0).to(tl.int64) * SIZE
+    while start < n:
+        _mark_tile(x, limit, marks, counts, start, n, count, LOW, TIES, TILE, GROUP, SIZE)
+        start += programs.to(tl.int64) * SIZE
+
+
+@triton.jit
+def _mark_tile(
+    x, limit, marks, counts, start, n, count,
+    LOW: tl.constexpr, TIES: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     values = widen(tiles.read_run(x, start, n, SIZE))
     if TIES:
         bits, edge = (bits_of(values) & MAGNITUDE) >> LOW, tl.load(limit).to(tl.int32)
@@ -94,11 +116,12 @@ def _ranked(marks, counts, tile, n, count, TILE: tl.constexpr, GROUP: tl.constex
 
 @triton.jit(do_not_specialize=["n", "room", "count"])
 def _place(
-    marks, counts, limit, x, index, values, n, room, count,
-    TIES: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    marks, counts, limit, x, index, values, skip, n, room, count,
+    TIES: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
     """Indices and values of the first `room` entries: all that are marked and, with TIES, the first limit[1] of the
-    second row."""
+    second row. GUARDED: nothing where skip[0]."""
+    n = unless(skip, n, GUARDED)
     tile = tl.program_id(0).to(tl.int64)
     words, ones, rank, before = _ranked(marks, counts, tile, n, count, TILE, GROUP)
     if TIES:
@@ -130,24 +153,68 @@ def _place(
 def _scatter_add(out, index, values, n, k, SIZE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     place = tl.load(index + i, mask=i < k, other=-1)
+    value = tl.load(values + i, mask=i < k, other=0)  # beside the index, not after it
     inside = (place >= 0) & (place < n)
-    value = narrow(widen(tl.load(values + i, mask=inside, other=0)), out.dtype.element_ty)
+    value = narrow(widen(value), out.dtype.element_ty)
     total = widen(tl.load(out + place, mask=inside, other=0)) + widen(value)
     tl.store(out + place, narrow(total, out.dtype.element_ty), mask=inside)
 
 
 def kth_magnitude(x, k):
     """`kth_magnitude` of kernels/select.py, by Triton."""
-    state, low = kth_bits(x, k)
-    return (state[0] << low).to(torch.int32).view(torch.float32).to(x.dtype)
+    if launching.new_kernels == "expect":  # larger tensors may come
+        _kth_sampled(x, k)
+    return _kth_sampled(x, k) if _is_large(x, k) else _kth(x, k)
 
 
 def top(x, k):
     """No host synchronisation: the output has k entries whatever x holds (NaN counts as the largest)."""
-    state, low = kth_bits(x, k)
+    if launching.new_kernels == "expect":
+        _top_sampled(x, k)
+    if _is_large(x, k):
+        return _top_sampled(x, k)
     index, values = _room(x, k)
-    _written(x, _marked(x, state, low, ties=True), state, index, values, ties=True)
+    _write_top(x, *kth_bits(x, k), index, values)
     return index, values
+
+
+def _kth_sampled(x, k):
+    (_, candidates), skip = _candidates(x, k)
+    return torch.where(skip, _kth(candidates, k), _kth(x, k, skip))
+
+
+def _top_sampled(x, k):
+    index, values = _room(x, k)
+    (places, candidates), skip = _candidates(x, k)
+    _write_top(candidates, *kth_bits(candidates, k), index, values)
+    index = places[index]
+    _write_top(x, *kth_bits(x, k, skip), index, values, skip)
+    return index, values
+
+
+def _is_large(x, k):
+    return x.numel() >= LARGE and k <= x.numel() // FEW
+
+
+def _candidates(x, k):
+    """((indices, values) that pass a threshold from a sample, in padded memory; 0-d bool: the k largest are among
+    them)."""
+    runs, share = x.numel() // (EVERY * RUN), k / EVERY
+    sample = x[: runs * EVERY * RUN].view(runs, EVERY * RUN)[:, :RUN].reshape(-1) if runs else x
+    limit = _kth(sample, min(int(AIM * share + 5 * math.sqrt(share)) + 8, sample.numel()))
+    held = _room(x, int(MOST * k) + 64 * EVERY)
+    found = compact.select_into(x, limit, *held, nans=True)
+    return held, (found >= k) & (found <= held[0].numel())
+
+
+def _kth(x, k, skip=None):
+    state, low = kth_bits(x, k, skip)
+    return (state[0] << low).to(torch.int32).view(torch.float32).to(x.dtype)
+
+
+def _write_top(x, state, low, index, values, skip=None):
+    """The k largest, of which kth_bits has given (state, low)."""
+    _written(x, _marked(x, state, low, ties=True, skip=skip), state, index, values, ties=True, skip=skip)
 
 
 def select(x, threshold, cap):
@@ -179,25 +246,28 @@ def _tiles(x):
     return triton.cdiv(x.numel(), TILE)
 
 
-def _marked(x, limit, low=0, ties=False):
+def _marked(x, limit, low=0, ties=False, skip=None):
     """(marks, a bit a value; counts: int64[rows, tiles, then groups])."""
     n, count = x.numel(), _tiles(x)
     marks = torch.empty((1 + ties) * count * TILE // 8, dtype=torch.uint8, device=x.device)
     counts = torch.zeros(1 + ties, count + triton.cdiv(count, GROUP), dtype=torch.int64, device=x.device)
-    constants = {"LOW": low, "TIES": ties, "TILE": TILE, "GROUP": GROUP, "SIZE": SIZE}
-    launch(_mark, triton.cdiv(n, SIZE), x, limit, marks, counts, n, count, **constants, warps=MARK_WARPS)
+    constants = {"LOW": low, "TIES": ties, "TILE": TILE, "GROUP": GROUP, "SIZE": SIZE, "GUARDED": skip is not None}
+    programs = triton.cdiv(n, SIZE) if skip is None else min(LOOKING, triton.cdiv(n, SIZE))
+    arguments = x, limit, marks, counts, x if skip is None else skip, n, count, programs
+    launch(_mark, programs, *arguments, **constants, warps=MARK_WARPS)
     return marks, counts
 
 
-def _written(x, marked, limit, index, values, ties=False):
+def _written(x, marked, limit, index, values, ties=False, skip=None):
     """Fill index and values."""
     n, room, count = x.numel(), index.numel(), _tiles(x)
-    constants = {"TIES": ties, "TILE": TILE, "GROUP": GROUP}
-    launch(_place, count, *marked, limit, x, index, values, n, room, count, **constants, warps=PLACE_WARPS)
+    constants = {"TIES": ties, "TILE": TILE, "GROUP": GROUP, "GUARDED": skip is not None}
+    arguments = *marked, limit, x, index, values, x if skip is None else skip, n, room, count
+    launch(_place, count, *arguments, **constants, warps=PLACE_WARPS)
 
 
 def scatter_add(out, index, values):
     """An index outside `out` is skipped: to raise would need a host synchronisation."""
     k = index.numel()
-    launch(_scatter_add, triton.cdiv(k, ADD), out, index, values, out.numel(), k, SIZE=ADD)
+    launch(_scatter_add, triton.cdiv(k, ADD), out, index, values, out.numel(), k, SIZE=ADD, warps=ADD_WARPS)
     return out

@@ -30,9 +30,9 @@ GRID = tl.constexpr(float(layout.GRID))
 
 
 @triton.jit
-def _mean_scale(x, count, limit, WIDE: tl.constexpr):
+def _mean_scale(x, count, limit, WIDE: tl.constexpr, COUNT: tl.constexpr):
     """Scale codes of the blocks' mean magnitudes, summed on the integer grid; count: values in each block; WIDE: as
-    tiles.quotient takes it."""
+    tiles.quotient takes it; COUNT: count, where it is a power of two and the same for all, else 0."""
     SMALL: tl.constexpr = x.shape[0] * x.shape[2] <= 1024  # steps are at most 2^20: 1024 of them fit 32 bits
     top = tiles.row_top(x)
     good = (top > 0) & (top < INFINITY_BITS)
@@ -40,7 +40,10 @@ def _mean_scale(x, count, limit, WIDE: tl.constexpr):
     share = tiles.quotient(tl.abs(x), absmax, WIDE)
     steps = as_integer(multiply_add(share, GRID, ROUNDER))
     total = tiles.row_sum(steps if SMALL else steps.to(tl.int64)).to(tl.float64)
-    mean = (absmax.to(tl.float64) * total / (count.to(tl.float64) * GRID)).to(tl.float32)
+    if COUNT:  # an exact product then, not a division
+        mean = (absmax.to(tl.float64) * total * (1.0 / (COUNT * GRID))).to(tl.float32)
+    else:
+        mean = (absmax.to(tl.float64) * total / (count.to(tl.float64) * GRID)).to(tl.float32)
     code = tl.where(mean > 0.0, scale_code(mean, limit, True), 0)
     return tl.where(good, code, tl.where(top == 0, 0, NONFINITE))
 
@@ -52,7 +55,8 @@ def _encode_tile(
     values = tiles.read(x, start, n, SHAPE, BLOCK, FULL)
     tiles.pack((values < 0.0).to(tl.int32), wire, tile, cut, 1, SHAPE, BLOCK, FULL)
     count = tl.minimum(tl.maximum(n - start - tl.arange(0, SHAPE[1]) * BLOCK, 1), BLOCK)
-    code = _mean_scale(values, count, limit, x.dtype.element_ty == tl.float32)
+    WHOLE: tl.constexpr = BLOCK if FULL and BLOCK & (BLOCK - 1) == 0 else 0
+    code = _mean_scale(values, count, limit, x.dtype.element_ty == tl.float32, WHOLE)
     tiles.write_scales(wire + cut, code, tile, tl.cdiv(n, BLOCK), SHAPE[1])
     tiles.write_finite(finite, code == NONFINITE)
 

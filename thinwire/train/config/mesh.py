@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from thinwire.errors import UsageError
 from thinwire.planner.actions import Schedule
@@ -12,7 +12,8 @@ from thinwire.planner.schedule import TORCH_SCHEDULES, generate, generate_ahead,
 from thinwire.train.config.families import TENSOR_PARALLEL
 from thinwire.train.config.fields import key, one_of, whole
 
-AHEAD = ("'auto', or a whole number, 1 or more", lambda v: v == "auto" or (type(v) is int and v >= 1))
+MICROBATCHES = 4  # where nothing is said
+COUNT = ("'auto', or a whole number, 1 or more", lambda v: v == "auto" or (type(v) is int and v >= 1))
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,24 @@ class MeshConfig:
         ", ".join(TORCH_SCHEDULES),
     )
     virtual: int | None = key(None, whole(1), "stages per rank, for the interleaved schedules", 2)
-    microbatches: int = key(4, whole(1), "per pipeline pass")
+    microbatches: int = key(
+        "auto", COUNT, f"per pipeline pass; auto: {MICROBATCHES}, or with [wire] auto what fits the measured links"
+    )
     ahead: int | str = key(
-        "auto", AHEAD, "1F1B: begin so many times the micro-batches before the first backward; 2 or 3 hide slow links. "
+        "auto", COUNT, "1F1B: begin so many times the micro-batches before the first backward; 2 or 3 hide slow links. "
         "auto: 1, or with [wire] auto what fits the measured links",
     )  # fmt: skip
     split: str = key(
         "parameters", one_of("parameters", "time"), "layers over stages by parameters, or by measured time"
     )
 
+    leaves_microbatches: ClassVar[bool] = False  # of one that says "auto"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", torch_schedule(self.schedule))
+        if isinstance(self.microbatches, str):
+            object.__setattr__(self, "microbatches", MICROBATCHES)
+            object.__setattr__(self, "leaves_microbatches", True)
         try:
             self.plan()
         except UsageError as error:

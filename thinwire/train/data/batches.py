@@ -88,9 +88,10 @@ class Batches:
         self.index = 0 if last else self.index + 1
         return _batch(self.samples, numbers, self._mine, self._site)
 
-    def share(self, replica: int, replicas: int) -> None:
-        """From now on this replica's part, of so many as there are now; parts differ by one sequence at most."""
-        self._mine = slice(replica * self.batch // replicas, (replica + 1) * self.batch // replicas)
+    def share(self, replica: int, replicas: int, unit: int = 1) -> None:
+        """From now on this replica's part, of so many as there are now; parts differ by `unit` sequences at most."""
+        units = self.batch // unit
+        self._mine = slice(unit * (replica * units // replicas), unit * ((replica + 1) * units // replicas))
 
     def go_to(self, step: int) -> None:
         """The position of that step of the run."""

@@ -1,4 +1,4 @@
-"""A member as a process: where it meets the others, and several of them on hosts of the lab."""
+"""A member as processes, one per rank: where it meets the others, and several members on hosts of the lab."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from thinwire.lab import Job, Network, RankFailed, check
 from thinwire.lab.events import Script
 from thinwire.lab.topology import flat, make_link
 from thinwire.terminal import progress
+from thinwire.train.build import Checked
 from thinwire.train.build import check as check_run
 from thinwire.train.checkpoint import refuse_second_run
 from thinwire.train.config.sections import TrainConfig
@@ -29,6 +30,8 @@ from thinwire.train.members.checks import alone
 from thinwire.train.members.merged import Merged
 from thinwire.train.members.trainer import MemberTrainer
 from thinwire.train.metrics import METRICS, Event, read_events
+from thinwire.train.rank import is_broken_connection
+from thinwire.train.rank import join as join_group
 from thinwire.train.show import closing, describe
 from thinwire.train.stop import StopRequest
 
@@ -38,15 +41,20 @@ PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "torchft", "
 ENDED = "members-ended"  # a file that ends the lighthouse of a run in the lab
 LOST_SECONDS = 2.0
 LATE = 15.0
+INSIDE = 29410  # the port at which ranks of a member meet in the lab
+PATIENCE = timedelta(seconds=60)  # that ranks of a member wait for each other
 
 
 def join(config: TrainConfig, lighthouse: str | None, host: str, name: str, resume: bool, show: bool = True) -> int:
-    """Be one member, to the end of the run. lighthouse: None: one is started here, at `host`; others come to it."""
+    """Be one member, or as torchrun's variables say one rank of one, to the end of the run.
+
+    lighthouse: None: one is started here, at `host`, by the member's first rank; others come to it."""
     require_torchft()
-    begun = Lighthouse(host, PORT, lost_seconds=LOST_SECONDS) if lighthouse is None else nullcontext()
+    rank = int(os.environ.get("RANK", 0)) if config.mesh.pp > 1 else 0
+    begun = Lighthouse(host, PORT, lost_seconds=LOST_SECONDS) if lighthouse is None and rank == 0 else nullcontext()
     with begun as started:
-        address = lighthouse or started.address  # type: ignore[union-attr]
-        if lighthouse is None:
+        address = lighthouse or ("" if started is None else started.address)  # the first rank's alone is asked for
+        if started is not None:
             _say(f"members meet at {address}: others join with --lighthouse {address}")
         try:
             _train(config, address, host, name or f"{socket.gethostname()}-{os.getpid()}", resume, show)
@@ -57,10 +65,30 @@ def join(config: TrainConfig, lighthouse: str | None, host: str, name: str, resu
 
 def _train(config: TrainConfig, lighthouse: str, host: str, name: str, resume: bool, show: bool) -> None:
     checked = check_run(alone(config))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    if config.mesh.pp > 1:
+        join_group("gloo", PATIENCE)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=PATIENCE)
+    try:
+        _fit(config, checked, lighthouse, host, name, resume, show)
+    except RunFailed:
+        raise
+    except RuntimeError as error:
+        if not is_broken_connection(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise RunFailed(f"this member has lost one of its ranks, and ends: {reason}") from error
+    dist.destroy_process_group()
+
+
+def _fit(
+    config: TrainConfig, checked: Checked, lighthouse: str, host: str, name: str, resume: bool, show: bool
+) -> None:  # fmt: skip
+    show = show and dist.get_rank() == 0
     trainer = MemberTrainer(
-        config, checked, lighthouse, host, name, resume=resume, say=_say if show else lambda _: None
-    )
+        config, checked, lighthouse, host, name, resume=resume, say=_say if show else lambda _: None,
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+    )  # fmt: skip
     if not show:
         trainer.fit()
     else:
@@ -73,7 +101,6 @@ def _train(config: TrainConfig, lighthouse: str, host: str, name: str, resume: b
             trainer.on_event = on_event
             trainer.fit()
         _say(closing(config.run.out, read_events(trainer.out / METRICS)))
-    dist.destroy_process_group()
 
 
 # --- on this machine
@@ -83,7 +110,8 @@ def join_locally(
     config: TrainConfig, members: int, *, rate: str | None, latency: str, loss: str, resume: bool, script: Script,
     stop: StopRequest, timeout: float | None,
 ) -> list[Event]:  # fmt: skip
-    """Members on hosts of the lab, from host1 on; the lighthouse is on host0. The events of the run, of all members.
+    """Members on hosts of the lab, from host1 on, each with all its ranks on one; the lighthouse is on host0. The
+    events of the run, of all members.
 
     Every member's own folder is `[run] out`/<its host>. script: what happens to hosts meanwhile. stop: where it is
     requested, members write a checkpoint after their step.
@@ -101,8 +129,9 @@ def join_locally(
         Merged(out, [host.name for host in net.hosts[1:]], resume) as merged,
     ):
         addresses = [str(host.address) for host in net.hosts]
-        absent = script.absent([host.name for host in net.hosts])
-        job = net.start(_on_host, config, addresses, absent=absent, echo=False)
+        per_host = config.mesh.pp
+        absent = script.absent([host.name for host in net.hosts for _ in range(per_host)])
+        job = net.start(_on_host, config, addresses, per_host=per_host, absent=absent, echo=False)
         _watch(net, job, merged, script, stop, out / ENDED, timeout)
         try:
             job.results()
@@ -118,6 +147,7 @@ def _watch(
 
     Whoever came so late that the others are through is ended LATE seconds after them: nobody would train with it."""
     asked, through = False, math.inf
+    members = [place.rank for place in job.placements if place.host_number > 0]
     while not job.watch(WATCH):
         merged.follow(_say)
         if merged.ended:
@@ -125,14 +155,14 @@ def _watch(
             script.events.clear()
         script.tick(net, job, _say)
         if job.seconds > through + LATE:
-            for rank in range(1, len(job.placements)):
+            for rank in members:
                 job.lose(rank)
-        gone = all(status is not None for status in job.statuses[1:])
+        gone = all(job.statuses[rank] is not None for rank in members)
         if gone and (merged.ended or asked or not script.events):
             ended.touch()
         if stop.asked and not asked:
             asked = True
-            for rank in range(1, len(job.placements)):
+            for rank in members:
                 job.ask_to_end(rank)
         if timeout is not None and job.seconds > timeout:
             job.stop()
@@ -141,19 +171,23 @@ def _watch(
 
 
 def _on_host(config: TrainConfig, addresses: list[str]) -> int:
-    """On host0 the lighthouse, on any other a member; one that was killed and comes again goes on from what it has, or
-    from the others' state."""
-    rank, name = int(os.environ["RANK"]), socket.gethostname()
+    """On host0 the lighthouse, on any other a rank of a member; one that was killed and comes again goes on from what
+    it has, or from the others' state."""
+    number, rank, name = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"]), socket.gethostname()
     out = Path(config.run.out)
     require_torchft()
-    if rank == 0:
+    if number == 0:
+        if rank > 0:
+            return 0
         with Lighthouse(addresses[0], PORT, min_members=config.run.min_replicas, lost_seconds=LOST_SECONDS):
             while not (out / ENDED).exists():
                 time.sleep(WATCH)
         return 0
     own = replace(config, run=replace(config.run, out=str(out / name)))
+    world = {"RANK": rank, "WORLD_SIZE": config.mesh.pp, "MASTER_ADDR": addresses[number], "MASTER_PORT": INSIDE}
+    os.environ |= {key: str(value) for key, value in world.items()}
     try:
-        return join(own, f"http://{addresses[0]}:{PORT}", addresses[rank], name, resume=True, show=False)
+        return join(own, f"http://{addresses[0]}:{PORT}", addresses[number], name, resume=True, show=False)
     except (UsageError, RunFailed) as error:
         print(f"thinwire: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, UsageError) else 1) from None

@@ -59,4 +59,4 @@ def key(event: Event) -> Hashable:
     """What members write alike has the same one."""
     if event["kind"] == "member":
         return "member", event["step"], event["text"]
-    return (event["kind"],) if event["kind"] in ("run", "end") else (event["kind"], event["step"])
+    return (event["kind"],) if event["kind"] == "run" else (event["kind"], event["step"])

@@ -2,8 +2,8 @@
 
 model/<name>            weights
 optim/<name>/<field>    moments
-exchange/<name>         this member's own residuals and shifts; in checkpoints only
-totals, seconds, …      numbers of the run
+exchange/<name>, …      a rank's own residuals, shifts and memory (gradients.py); in checkpoints only
+number/<name>           of the run
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.data_parallel.exchange import Exchange
 from thinwire.errors import UsageError
 
 Numbers = dict[str, float]
@@ -69,21 +68,23 @@ class Shared:
                 self.adam.state[p] = fields
 
 
-def checkpoint(shared: Shared, exchange: Exchange, numbers: Mapping[str, float]) -> dict[str, Tensor]:
-    """All that a member goes on from."""
-    own = {f"exchange/{name}": value for name, value in exchange.state_dict().items()}
+def checkpoint(shared: Shared, own: Mapping[str, Tensor], numbers: Mapping[str, float]) -> dict[str, Tensor]:
+    """All that a rank goes on from. own: what belongs to it alone."""
     counts = {
         f"number/{name}": torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
         for name, value in numbers.items()
     }
-    return shared.tensors() | own | counts
+    return shared.tensors() | dict(own) | counts
 
 
-def restore(shared: Shared, exchange: Exchange, state: Mapping[str, Tensor], source: str) -> Numbers:
-    """Go on from there: the numbers. UsageError where it is no checkpoint of an elastic run."""
+def restore(shared: Shared, state: Mapping[str, Tensor], pp: int, source: str) -> Numbers:
+    """Go on from there, but for what belongs to a rank alone: the numbers. pp: this member's pipeline ranks.
+    UsageError where it is no checkpoint of an elastic run, or members had other pipelines."""
     numbers = {name.removeprefix("number/"): v.item() for name, v in state.items() if name.startswith("number/")}
     if "step" not in numbers:
         raise UsageError(f"{source} is of a run whose ranks stay: --elastic cannot go on from it")
+    before = int(numbers.get("pp", 1))
+    if before != pp:
+        raise UsageError(f"{source} is of members with [mesh] pp = {before}, not {pp}: --elastic cannot go on from it")
     shared.load_tensors(state, source)
-    exchange.load_state_dict({n.removeprefix("exchange/"): v for n, v in state.items() if n.startswith("exchange/")})
     return numbers

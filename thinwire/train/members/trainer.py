@@ -1,8 +1,11 @@
-"""The training loop of a member: as thinwire/train/loop.py, in a group that others join and leave.
+"""The training loop of a member's rank: as thinwire/train/loop.py, in a group that others join and leave.
 
 The samples of a step follow from its number, and are dealt to those who are there. So a step that does not count is
 repeated with the same samples, and a run in which members come and go trains on the same batches as one in which
 nobody does.
+
+A member is one rank, or a pipeline of several: torch's default process group. Its ranks always do the same: all take
+part in a step or none, whatever happens to the connections of one of them, and leave together.
 """
 
 from __future__ import annotations
@@ -14,19 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.messages import gather
-from thinwire.data_parallel.reducer import Reducer
 from thinwire.distributed.values import gather_json
 from thinwire.elastic.quorum import Quorum
-from thinwire.errors import RunFailed
+from thinwire.errors import InvalidExchange, RunFailed
 from thinwire.train.build import Checked, Parts, build
 from thinwire.train.checkpoint import CHECKPOINTS, Checkpoints, refuse_second_run
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.data.batches import Batch, held_out_batches
 from thinwire.train.learning_rate import rate
-from thinwire.train.members.checks import alone
+from thinwire.train.members.checks import alone, unit
+from thinwire.train.members.gradients import COUNTED, Gradients
 from thinwire.train.members.roll import Roll
 from thinwire.train.members.state import Numbers, Shared, checkpoint, restore
 from thinwire.train.metrics import Metrics
@@ -35,47 +39,49 @@ from thinwire.train.stop import StopRequest
 from thinwire.train.tune.selection import select
 
 ATTEMPTS = 3
-COUNTED = ("gradient_bytes", "raw_bytes", "healed_bytes")  # of all members, added up step by step
 
 
 class MemberTrainer:
-    """One member of a run whose members come and go.
+    """One rank of a member of a run whose members come and go.
 
-    config: of the run. lighthouse: where members meet. host: this member's address. name: shown to the others.
-    resume: go on from this member's newest checkpoint. say: called with a line for the user.
+    config: of the run. lighthouse: where members meet. host: this rank's address. name: of the member, shown to the
+    others. resume: go on from this member's newest checkpoint. local_rank: this rank's number on its machine. say:
+    called on the member's first rank with a line for the user.
     """
 
     def __init__(
         self, config: TrainConfig, checked: Checked, lighthouse: str, host: str, name: str, *, resume: bool,
-        say: Callable[[str], None],
+        say: Callable[[str], None], local_rank: int = 0,
     ) -> None:  # fmt: skip
         self.config = config
         self.out = Path(config.run.out)
         self.name = name
-        self.say = say
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.say = say if self.rank == 0 else lambda _: None
         self.on_event: Callable[[dict[str, Any]], None] = lambda event: None
-        self.checkpoints = Checkpoints(self.out / CHECKPOINTS, config.run.keep)
-        found = self.checkpoints.newest_sound(say)
+        self.checkpoints = Checkpoints(self.out / CHECKPOINTS, config.run.keep, local_rank)
+        found = self.checkpoints.newest_sound(self.say)
         if found is not None:
             refuse_second_run(self.out, resume)
-        self.parts: Parts = build(alone(config), checked, say)
+        self.parts: Parts = build(alone(config), checked, self.say)
         adam = self.parts.update.adam
         assert adam is not None
-        self.adam = adam
         self.numbers: Numbers = dict.fromkeys((*COUNTED, "seconds"), 0.0)
         self.shared = Shared(self.parts.named, adam, self.numbers, self._taken)
         self.quorum = Quorum(
-            {"thinwire train": self.shared}, lighthouse, host=host, min_members=config.run.min_replicas, name=name
-        )
+            {"thinwire train": self.shared}, lighthouse, host=host, min_members=config.run.min_replicas, name=name,
+            inside=None,
+        )  # fmt: skip
         wire = select(alone(config), checked.wire, None, self.parts.stages, self.parts.named)
-        self.reducer = Reducer(self.parts.named.items(), wire, self.quorum, seed=config.run.seed)
+        self.gradients = Gradients(self.parts, wire, self.quorum)
         self.roll = Roll(config.run.slow)
         self.bad = 0  # attempts at this step that gave NaN or Inf
         self.met = -1  # the quorum whose members are known
         self.healed = False
-        self.before = (0, 0, 0)  # this member's COUNTED at its last step that counted
+        self.before = torch.zeros(len(COUNTED), dtype=torch.float64)  # this rank's at its last step that counted
         self.steps = self.parts.steps
-        self.stop = StopRequest(True)
+        self.stop = StopRequest(self.rank == 0)
+        self.leaves = False  # after this step, on all ranks of the member
         self.resume = resume
         if found is not None:
             self._load(found)
@@ -93,14 +99,14 @@ class MemberTrainer:
                 return self._fit()
         finally:
             self.quorum.close()
-            self.reducer.close()
+            self.gradients.close()
             self.parts.close()
             if self.metrics is not None:
                 self.metrics.close()
 
     def _fit(self) -> float:
         config, held_out, begun = self.config.run, math.nan, False
-        while self.step < self.steps and not self.stop.asked:
+        while self.step < self.steps and not self.leaves:
             if not self._train_step():
                 continue
             if not begun:
@@ -115,7 +121,7 @@ class MemberTrainer:
             self.say(f"left at step {self.step}, with a checkpoint; the others go on. Come back with --resume")
             return held_out
         self._write("end", seconds=self.numbers["seconds"])
-        publish(self.parts, self.out / "model", True)
+        publish(self.parts, self.out / "model", self.checkpoints.shared)
         return held_out
 
     def _about(self) -> dict[str, Any]:
@@ -128,17 +134,21 @@ class MemberTrainer:
         """One step: did it count?"""
         began = time.perf_counter()
         self.quorum.begin()
-        if self.metrics is None:
+        if self.metrics is None and self.rank == 0:
             self.metrics = Metrics(self.out, self.step if self.resume else None, self.config.run.loggers)
+        if not self._meet():
+            self.leaves = self._any(self.stop.asked)
+            self.quorum.commit()
+            return False
         lr = rate(self.config.optim, self.step, self.steps)
-        told = self._exchanged()
-        norm = self._norm()
-        if not self.quorum.commit():
+        told, norm = self._exchanged()
+        counts = self.quorum.commit()
+        self.gradients.apply(counts, lr, norm)
+        if not counts:
             self._check_losses(told)
             return False
         self.bad = 0
-        self._apply(lr, norm)
-        self.before = self._counts()
+        self.before = self.gradients.counts()
         seconds = time.perf_counter() - began
         self.numbers["seconds"] += seconds
         for name, total in zip(COUNTED, told[:, 2:].sum(0).tolist()):
@@ -147,7 +157,7 @@ class MemberTrainer:
             self._write("member", text=line)
         self._write(
             "step", loss=float(told[:, 0].mean()), **{name: int(self.numbers[name]) for name in COUNTED},
-            members=self.roll.names, hit_rate=None, errors={}, lr=lr, norm=norm, skips=self.reducer.skips,
+            members=self.roll.names, hit_rate=None, errors={}, lr=lr, norm=norm, skips=self.gradients.skips,
             tokens=self.config.optim.batch * self.config.data.seq_len, seconds=self.numbers["seconds"],
             step_seconds=seconds,
         )  # fmt: skip
@@ -161,32 +171,20 @@ class MemberTrainer:
                 f"step {self.step + 1} gave NaN or Inf {ATTEMPTS} times in a row: lower [optim] lr, or clip"
             )
 
-    def _exchanged(self) -> Tensor:
-        """This member's part of a step, and its exchange with the others: what `_tell` gave, empty where a member was
-        lost. An error in computing is this member's own, and ends it: repeating the step would not help."""
-        try:
-            self._meet()
-            batch = self._deal()
-        except RuntimeError as error:
-            self.quorum.report(error)
-            return torch.empty(0)
-        began = time.perf_counter()
-        loss = self._backward(batch)
-        computed = (time.perf_counter() - began) / max(1, len(batch.ids))
-        try:
-            self.reducer.finish()
-            return self._tell(loss, computed)
-        except RuntimeError as error:
-            self.quorum.report(error)
-            return torch.empty(0)
-
-    def _meet(self) -> None:
-        """Learn who is there, where that has changed."""
+    def _meet(self) -> bool:
+        """Learn who is there, where that has changed. False: a rank of this member cannot, and so none takes part."""
         if self.quorum.number == self.met:
-            return
-        present = gather_json([self.name, self.quorum.healing.token[:8]], self.quorum)
-        line = self.roll.meet([(name, life) for name, life in present])
+            return True
+        present: list[Any] = []
+        try:
+            present = gather_json([self.name, self.quorum.healing.token[:8]], self.quorum)
+        except RuntimeError as error:
+            self.quorum.report(error)
+        if self._any(not present):
+            self.quorum.report(InvalidExchange("another rank of this member has no connections"))
+            return False
         self.met = self.quorum.number
+        line = self.roll.meet([(name, life) for name, life in present])
         if line is not None:
             self._write("member", text=line, members=self.roll.names)
             self.say(f"step {self.step}: {line}")
@@ -195,54 +193,50 @@ class MemberTrainer:
             self._write(
                 "member", text=f"{self.name} took the others' state: {self.quorum.healing.received} bytes so far"
             )
+        return True
+
+    def _exchanged(self) -> tuple[Tensor, float]:
+        """This rank's part of a step, and its exchange with the others: what `_tell` gave, empty where a member was
+        lost; and the gradient's norm. An error in computing is the member's own, and ends it: repeating the step would
+        not help."""
+        batch = self._deal()
+        began = time.perf_counter()
+        loss = self.gradients.backward(batch)
+        computed = (time.perf_counter() - began) / max(1, len(batch.ids))
+        faults = self.gradients.faults()
+        self.gradients.exchange()
+        own = [self.parts.update.tied_checksum(), loss, self.gradients.squares(), faults, self.stop.asked]
+        mine = torch.cat((torch.tensor(own, dtype=torch.float64), self.gradients.counts() - self.before))
+        of_ranks = torch.stack(gather(mine, None))
+        if len({checksum for checksum in of_ranks[:, 0].tolist() if checksum}) > 1:
+            raise RunFailed("the copies of the tied embedding differ inside this member: start it again")
+        loss, squares, faults, stop, *total = of_ranks[:, 1:].sum(0).tolist()
+        self.leaves = stop > 0
+        if faults:
+            self.quorum.report(InvalidExchange("messages inside this member were damaged"))
+        return self._tell([loss, computed, *total]), math.sqrt(squares)
+
+    def _any(self, said: bool) -> bool:
+        """Of the member's ranks."""
+        return any(bool(one) for one in gather(torch.tensor([said]), None))
 
     def _deal(self) -> Batch:
         """This member's part of the step's samples."""
-        size, rank = self.quorum.world()
+        size, place = self.quorum.place()
         self.parts.engine.loss.replicas = size
-        self.parts.batches.share(rank, size)
+        self.parts.batches.share(place, size, unit(self.config))
         self.parts.batches.go_to(self.step)
         return self.parts.batches.next()
 
-    def _backward(self, batch: Batch) -> float:
-        """The member's loss as its share of the step's; gradients are in .grad."""
-        for p in self.parts.named.values():
-            p.grad = None
-        if not len(batch.ids):  # more members than sequences in a step
-            for p in self.parts.named.values():
-                p.grad = torch.zeros_like(p)
-            return 0.0
-        parts = batch.split(self.config.optim.accumulate)
-        losses = [self.parts.engine.run(part, True) for part in parts]
-        return sum(float(loss) for loss in losses if loss is not None)
-
-    def _tell(self, loss: float, seconds: float) -> Tensor:
-        """[members, …]: loss, seconds per sequence, and COUNTED since the last step that counted, of everybody."""
-        counts = [now - before for now, before in zip(self._counts(), self.before)]
-        mine = torch.tensor([loss, seconds, *counts], dtype=torch.float64)
-        return torch.stack(gather(mine, self.quorum)) if self.quorum.size > 1 else mine[None]
-
-    def _counts(self) -> tuple[int, int, int]:
-        exchange = self.reducer.exchange
-        return exchange.sent, exchange.ring_bytes, self.quorum.healing.sent
-
-    def _norm(self) -> float:
-        norms = [
-            torch.linalg.vector_norm(p.grad, dtype=torch.float64)
-            for p in self.parts.named.values()
-            if p.grad is not None
-        ]
-        return float(torch.stack(norms).norm()) if norms else math.nan
-
-    def _apply(self, lr: float, norm: float) -> None:
-        clip = self.config.optim.clip
-        if clip and norm > clip:
-            for p in self.parts.named.values():
-                if p.grad is not None:
-                    p.grad.mul_(clip / norm)
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        self.adam.step()
+    def _tell(self, about: list[float]) -> Tensor:
+        """[members, …]: loss, seconds per sequence, and COUNTED since the last step that counted, of everybody; empty
+        where somebody was lost. about: this member's."""
+        mine = torch.tensor(about, dtype=torch.float64)
+        try:
+            return torch.stack(gather(mine, self.quorum)) if self.quorum.size > 1 else mine[None]
+        except RuntimeError as error:
+            self.quorum.report(error)
+            return torch.empty(0)
 
     def _taken(self) -> None:
         self.healed = True
@@ -257,31 +251,32 @@ class MemberTrainer:
             total += sum(float(loss) for loss in losses if loss is not None) * batch.labelled
             labels += batch.labelled
         engine.loss.replicas = replicas
+        total = float(torch.stack(gather(torch.tensor([total], dtype=torch.float64), None)).sum())
         held_out = total / labels if labels else math.nan
         if labels:
-            sent = int(self.numbers["gradient_bytes"])
+            sent = int(sum(self.numbers[name] for name in COUNTED[:4]))
             self._write("eval", held_out=held_out, seconds=self.numbers["seconds"], bytes=sent)
         return held_out
 
     def _write(self, kind: str, **values: Any) -> None:
-        assert self.metrics is not None, "before the first meeting"
-        self.metrics.write(kind, self.step, **values)
-        self.on_event({"kind": kind, "step": self.step, **values})
+        if self.metrics is not None:
+            self.metrics.write(kind, self.step, **values)
+            self.on_event({"kind": kind, "step": self.step, **values})
 
     # --- checkpoints
 
     def _save(self) -> None:
-        batches = self.quorum.batches
-        numbers = self.numbers | {"step": self.step, "batches": batches}
+        numbers = self.numbers | {"step": self.step, "batches": self.quorum.batches, "pp": self.ranks}
         numbers |= {f"data {name}": value for name, value in self.parts.batches.state_dict().items()}
-        self.checkpoints.save(self.step, checkpoint(self.shared, self.reducer.exchange, numbers))
+        self.checkpoints.save(self.step, checkpoint(self.shared, self.gradients.state_dict(self.rank), numbers))
 
     def _load(self, path: Path) -> None:
         state = self.checkpoints.read(path, lambda name: True)
-        numbers = restore(self.shared, self.reducer.exchange, state, str(path))
+        numbers = restore(self.shared, state, self.ranks, str(path))
+        self.gradients.load_state_dict(state, self.rank)
         self.parts.batches.load_state_dict(
             {name.removeprefix("data "): int(value) for name, value in numbers.items() if name.startswith("data ")}
         )
-        self.numbers.update({name: numbers[name] for name in self.numbers})
+        self.numbers.update({name: numbers.get(name, 0.0) for name in self.numbers})
         self.quorum.go_on_from(int(numbers["step"]), int(numbers["batches"]))
         self.say(f"resumed at step {self.step} from {path}")

@@ -140,6 +140,12 @@ def named_parameters(stages: Mapping[int, Stage]) -> dict[str, nn.Parameter]:
     return named
 
 
+def names_by_stage(stages: Mapping[int, Stage]) -> dict[int, list[str]]:
+    """By stage, what is trained in it; a weight shared by two stages has one name, and is in both."""
+    names = {id(weight): name for name, weight in named_parameters(stages).items()}
+    return {index: [names[id(w)] for w in stage.parameters() if id(w) in names] for index, stage in stages.items()}
+
+
 def _build(
     blueprint: Blueprint, index: int, seed: int, device: torch.device, recompute: bool, tp: DeviceMesh | None
 ) -> Stage:

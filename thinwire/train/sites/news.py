@@ -36,7 +36,7 @@ class News:
     """
 
     def __init__(self, settings: Local, mesh: Mesh, counters: int) -> None:
-        self.schedule = Schedule(settings.every, settings.fragments, settings.delay, settings.warmup)
+        self.schedule = Schedule.of(settings)
         self.mesh = mesh
         self.group = dist.new_group(timeout=timeout_of(None), backend="gloo")
         self.under_way: tuple[dist.Work, list[Tensor]] | None = None

@@ -35,10 +35,10 @@ from thinwire.train.config.sections import TrainConfig
 from thinwire.train.mesh import Mesh
 from thinwire.train.model.stage import Stage
 from thinwire.train.tune.measured import Measured
+from thinwire.train.tune.mesh_choice import counts, meshes
 from thinwire.train.tune.timing import WAYS, measure
 
 KINDS = ("gradient", "embedding", "backward", "forward")  # relaxed in this order: what costs most quality comes first
-MOST_AHEAD = 3  # [mesh] ahead: beyond it nothing more was won (docs/gpu.md)
 KEPT = ("warmup", "exclude", "exact_dims", "unit_mb", "sync", "rows_codec")  # of the given section, at every level
 IN_HOPS = ("quantized", "twohop")  # collectives in one hop or two
 Table = dict[str, Any]
@@ -57,9 +57,14 @@ class Decision:
     measured: Table
     expected: float | None = None  # seconds of a step, once measured ones did not agree with the simulated
     ahead: int = 1  # [mesh] ahead
+    microbatches: int = 0  # [mesh] microbatches, where it leaves them open; 0: as it says
 
     def picked(self) -> frozenset[Send]:
         return frozenset(Send(Traffic(t), s, m) for t, s, m in self.sends)
+
+    def on(self, mesh: MeshConfig) -> MeshConfig:
+        """The `[mesh]` with what was decided of it."""
+        return replace(mesh, ahead=self.ahead, microbatches=self.microbatches or mesh.microbatches)
 
     def pack(self) -> Tensor:
         """For the checkpoint."""
@@ -78,7 +83,10 @@ def is_asked(wire: Wire) -> bool:
 
 def is_kept(config: TrainConfig, kept: Tensor | None) -> bool:
     """Is the decision in a checkpoint one for this mesh and wire?"""
-    return kept is not None and Decision.unpack(kept).run == _run(config)
+    if kept is None:
+        return False
+    of = Decision.unpack(kept).run
+    return of == _run(config) or (config.mesh.leaves_microbatches and of == _given(config))
 
 
 def check_auto(wire: Wire, sites: int = 1) -> None:
@@ -109,7 +117,8 @@ def decide(
         return None
     if kept is not None and is_kept(config, kept):
         return Decision.unpack(kept)
-    measured = measure(config, forms(config, wire), mesh, stages, named, rows, int(wire.streams))
+    others = [count for count in counts(config, wire) if count != config.mesh.microbatches]
+    measured = measure(config, forms(config, wire), mesh, stages, named, rows, int(wire.streams), others)
     made = decision(config, wire, level_tables(config), measured) if dist.get_rank() == 0 else None
     chosen = Decision(**broadcast_json(None if made is None else asdict(made)))
     say(describe(chosen))
@@ -141,29 +150,33 @@ def decision(config: TrainConfig, wire: Wire, tables: Mapping[str, list[Table]],
     """The decision that follows from what was measured, on whichever rank.
 
     tables: what `level_tables` returned. Where `[mesh] ahead` is left to it: the least that is not clearly slower than
-    another, since each keeps more activations.
+    another, since each keeps more activations. The number of micro-batches: mesh_choice.py.
     """
-    made = [_decision(config, wire, tables, measured, depth) for depth in _depths(config.mesh, wire)]
+    most = {kind: len(tables[kind]) - 1 for kind in KINDS}
+
+    def seconds(mesh: MeshConfig) -> float:
+        return simulate(_simulated(config, wire, measured, mesh, most)).makespan
+
+    made = [_decision(config, wire, tables, measured, mesh) for mesh in meshes(config, wire, seconds)]
     least = min(one.seconds for one in made)
     return next(one for one in made if one.seconds <= WORTH * least)
 
 
-def _depths(mesh: MeshConfig, wire: Wire) -> list[int]:
-    """The values of `[mesh] ahead` to choose from, until all micro-batches are begun before the first backward."""
-    if mesh.ahead != "auto" or not wire.auto or mesh.schedule != "1F1B" or mesh.pp == 1:
-        return [mesh.depth]
-    return [depth for depth in range(1, MOST_AHEAD + 1) if (depth - 1) * (mesh.pp - 1) + 1 < mesh.microbatches]
+def _simulated(
+    config: TrainConfig, wire: Wire, measured: Measured, mesh: MeshConfig, levels: Mapping[str, int]
+) -> Step:
+    """The simulator's step on that mesh at these levels."""
+    fused = wire.embedding is not None and wire.embedding.sync in ("fused", "rows")
+    return measured.with_microbatches(mesh.microbatches, config.mesh.microbatches).step(mesh.plan(), levels, fused)
 
 
 def _decision(
-    config: TrainConfig, wire: Wire, tables: Mapping[str, list[Table]], measured: Measured, depth: int
+    config: TrainConfig, wire: Wire, tables: Mapping[str, list[Table]], measured: Measured, mesh: MeshConfig
 ) -> Decision:
-    """The decision with that `[mesh] ahead`."""
-    schedule = replace(config.mesh, ahead=depth).plan()
-    fused = wire.embedding is not None and wire.embedding.sync in ("fused", "rows")
+    """The decision with that `[mesh]`."""
 
     def step(levels: Mapping[str, int]) -> Step:
-        return measured.step(schedule, levels, fused)
+        return _simulated(config, wire, measured, mesh, levels)
 
     def seconds(some: Step) -> float:
         before = simulate(replace(some, gradients=(), embedding=None)).makespan if config.optim.accumulate > 1 else 0.0
@@ -187,9 +200,11 @@ def _decision(
         stages = choice.gradients
         final = choice.result.step
     listed = sorted([str(t), s, m] for t, s, m in sends)
+    count = mesh.microbatches if config.mesh.leaves_microbatches else 0
     return Decision(
-        _run(config), table, listed, sorted(stages), seconds(final), seconds(step(none)), asdict(measured), ahead=depth
-    )
+        _run(config), table, listed, sorted(stages), seconds(final), seconds(step(none)), asdict(measured),
+        ahead=mesh.depth, microbatches=count,
+    )  # fmt: skip
 
 
 def _on_edges(
@@ -245,6 +260,7 @@ def describe(chosen: Decision) -> str:
     speeds = [rate for way in rates.values() for rate in way if rate]
     links = f", links of {show_rate(min(speeds))}" if speeds else ""
     links += f"; [mesh] ahead = {chosen.ahead}" if chosen.ahead > 1 else ""
+    links += f"; [mesh] microbatches = {chosen.microbatches}" if chosen.microbatches else ""
     return (
         f"planned: {'; '.join(kinds) or 'nothing crosses a network'}; a step of {chosen.seconds:.3g} s is expected, "
         f"{chosen.exact:.3g} s with nothing compressed{links}"
@@ -263,4 +279,9 @@ def _words(table: Mapping[str, Any]) -> str:
 
 def _run(config: TrainConfig) -> str:
     """The settings for which a decision can be used again."""
+    return _given(config) + (", any number of micro-batches" if config.mesh.leaves_microbatches else "")
+
+
+def _given(config: TrainConfig) -> str:
+    """The same with the usual number of micro-batches, as of a run that gives it, or one of before it was left open."""
     return repr((config.mesh, dict(config.wire))).replace("sites=1, ", "", 1)  # older checkpoints know no sites

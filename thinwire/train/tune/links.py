@@ -204,7 +204,7 @@ def _exchange(
         if number == 1:
             before, began = exchange.sent, time.perf_counter()
         units = (exchange.reduce_steps(unit, x) for unit, x in zip(exchange.units, values))
-        finish_together(units, MOST_IN_FLIGHT if device.type == "cpu" else 0)
+        finish_together(units, MOST_IN_FLIGHT.get(device.type, 0))
         exchange.rollback()
     took = elapsed(began, device) / ROUNDS
     return (exchange.sent - before) / ROUNDS, slowest(took, group, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from thinwire.planner.actions import Schedule
@@ -34,6 +34,18 @@ class Measured:
     burst: dict[str, list[list[float]]] = field(default_factory=dict)  # bytes per connection, as `exchange`
     slowest: list[float] = field(default_factory=lambda: [NO_LIMIT, 0.0])  # rate and latency between replicas
     restarts: bool = True  # a connection that was silent starts slowly again
+    # Seconds by stage, of forward and of backward, by the number of micro-batches: where it is left open.
+    by_microbatches: dict[str, list[list[float]]] = field(default_factory=dict)
+
+    def with_microbatches(self, count: int, usual: int) -> Measured:
+        """As if a pass had so many micro-batches, instead of as many as `usual`, with which messages were measured."""
+        if count == usual:
+            return self
+        forward, backward = self.by_microbatches[str(count)]
+        share = usual / count
+        size = {kind: [share * n if kind in self.rate else n for n in sizes] for kind, sizes in self.size.items()}
+        coding = {way: [[share * t for t in times] for times in levels] for way, levels in self.coding.items()}
+        return replace(self, forward=forward, backward=backward, size=size, coding=coding)
 
     def step(self, schedule: Schedule, levels: Mapping[str, int], fused: bool = False) -> Step:
         """The simulator's step at these levels. `fused`: the tied embedding in one exchange.

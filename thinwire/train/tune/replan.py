@@ -52,7 +52,8 @@ class StepWatch:
 
 def is_same(old: Decision, new: Decision) -> bool:
     """Would both send the same?"""
-    return (old.wire, old.sends, old.stages, old.ahead) == (new.wire, new.sends, new.stages, new.ahead)
+    one, other = ((x.wire, x.sends, x.stages, x.ahead, x.microbatches) for x in (old, new))
+    return one == other
 
 
 def carried_over(state: Mapping[str, Tensor], old: Decision, new: Decision) -> dict[str, Tensor]:
@@ -71,7 +72,8 @@ def _sections(decision: Decision) -> dict[str, Any]:
     wire = written_out(decision.wire)
     out: dict[str, Any] = {}
     for kind in ("forward", "backward"):
-        out[kind] = wire.get(kind), sorted(send for send in decision.sends if send[0] == kind)
+        sends = sorted(send for send in decision.sends if send[0] == kind)
+        out[kind] = wire.get(kind), sends, decision.microbatches
     return out | {"gradient": (wire.get("gradient"), decision.stages), "embedding": wire.get("embedding")}
 
 

@@ -46,16 +46,20 @@ Settings = Mapping[str, Sequence[Any]]  # by kind of traffic, one per level: a L
 
 def measure(
     config: TrainConfig, settings: Settings, mesh: Mesh, stages: Mapping[int, Stage], named: Mapping[str, nn.Parameter],
-    rows: int, streams: int = 1,
+    rows: int, streams: int = 1, microbatches: Sequence[int] = (),
 ) -> Measured:  # fmt: skip
     """Measure; all ranks call it together. Links are measured by all at the same time, as they will train; computing
     and coding too, but on ranks that must share one machine's cores in turn.
 
-    rows: how many rows of a tied embedding a batch uses. streams: connections that a message is cut over."""
+    rows: how many rows of a tied embedding a batch uses. streams: connections that a message is cut over. microbatches:
+    numbers of them that computing is timed with beside the usual one."""
     device = next(next(iter(stages.values())).parameters()).device
-    mine: dict[str, Any] = {"compute": {}}
+    mine: dict[str, Any] = {"compute": {}, "parts": {}}
     for _ in turns(device):
-        mine["compute"] = {i: _compute(config, stage) for i, stage in sorted(stages.items())}
+        mine["compute"] = {i: _compute(config, stage, config.microbatch) for i, stage in sorted(stages.items())}
+        for count in microbatches:
+            some = config.microbatch * config.mesh.microbatches // count
+            mine["parts"][str(count)] = {i: _compute(config, stage, some) for i, stage in sorted(stages.items())}
         optimizer = _optimizer_seconds(named)
     mine["links"] = _links(config, mesh, device, streams)
     mine["closing"] = latency_of(Flows(None, 1), 1, torch.device("cpu")) + optimizer  # the vote takes one
@@ -92,19 +96,20 @@ def _numbered(part: dict[str, Any]) -> dict[str, Any]:
         for kind in ("compute", "gradient")
         if kind in part
     }
-    return {**part, **by_stage, "links": links}
+    parts = {count: {int(stage): value for stage, value in found.items()} for count, found in part["parts"].items()}
+    return {**part, **by_stage, "links": links, "parts": parts}
 
 
 def _merged(stages: int, everyone: list[dict[str, Any]], machine: list[int], streams: int) -> Measured:
     """Of every quantity the slowest of the ranks' measurements."""
-    compute = [[part["compute"][s] for part in everyone if s in part["compute"]] for s in range(stages)]
     links = [entry for part in everyone for entry in part["links"].items()]
-    slowest = [[max(seconds) for seconds in zip(*of_stage)] for of_stage in compute]
+    forward, backward = _slowest_stages(stages, [part["compute"] for part in everyone])
     closing = max(part["closing"] for part in everyone)
     out = Measured(
-        [f for f, _ in slowest], [b for _, b in slowest], {}, {}, {}, {}, {}, {}, closing, streams, machine, {},
+        forward, backward, {}, {}, {}, {}, {}, {}, closing, streams, machine, {},
         [min(part["slowest"][0] for part in everyone), max(part["slowest"][1] for part in everyone)],
         any(part["restarts"] for part in everyone),
+        {count: _slowest_stages(stages, [part["parts"][count] for part in everyone]) for count in everyone[0]["parts"]},
     )  # fmt: skip
     for way in WAYS:
         found = [[speed for key, speed in links if key == (way, s)] for s in range(stages)]
@@ -126,10 +131,16 @@ def _merged(stages: int, everyone: list[dict[str, Any]], machine: list[int], str
     return out
 
 
-def _compute(config: TrainConfig, stage: Stage) -> tuple[float, float]:
-    """Seconds of a micro-batch, forward and backward; the gradients are dropped."""
+def _slowest_stages(stages: int, found: list[dict[int, tuple[float, float]]]) -> list[list[float]]:
+    """Seconds of forward and of backward, by stage, from those of every rank's stages."""
+    by_stage = [[times[stage] for times in found if stage in times] for stage in range(stages)]
+    return [[max(times[way] for times in some) for some in by_stage] for way in (0, 1)]
+
+
+def _compute(config: TrainConfig, stage: Stage, rows: int) -> tuple[float, float]:
+    """Seconds of a micro-batch of so many rows, forward and backward; the gradients are dropped."""
     some = next(stage.parameters())
-    tokens = torch.zeros(config.microbatch, config.data.seq_len, dtype=torch.int64, device=some.device)
+    tokens = torch.zeros(rows, config.data.seq_len, dtype=torch.int64, device=some.device)
     x = tokens if stage.is_first else torch.zeros(*tokens.shape, stage.config.hidden_size).to(some)
     with torch.random.fork_rng(devices=[some.device] if some.is_cuda else []):
         runs = [once(stage, x, tokens, autocast(config)) for _ in range(ROUNDS)][1:]

@@ -16,7 +16,7 @@ from aqsgd_table import RATES, best_rate, per_step, seconds
 
 Rows = list[dict[str, Any]]
 SHOWN = {  # wire: colour, line
-    "fp32": ("black", "-"), "bf16": ("grey", "-"), "direct 4/4": ("#d95f02", ":"), "direct 3/3": ("#e7298a", ":"),
+    "fp32": ("black", "-"), "bf16": ("grey", "-"), "direct 4/8": ("#d95f02", ":"),
     "AQ-SGD 4/8": ("#1b9e77", "-"), "AQ-SGD 2/4": ("#66c2a5", "--"), "ours 3/3": ("#1f4fb4", "-"),
     "rotated 4/4": ("#7570b3", "--"),
 }  # fmt: skip
@@ -35,7 +35,7 @@ def draw(rows: Rows, file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     best = best_rate(rows)
     runs: dict[str, Rows] = defaultdict(list)
@@ -49,6 +49,9 @@ def draw(rows: Rows, file: Path) -> None:
                 times, losses = curve(runs[wire], rate)
                 axis.plot(times[1:], losses[1:], line, color=colour, marker="o", markersize=3, label=wire)
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("simulated minutes")
         axis.grid(alpha=0.3)

@@ -15,8 +15,8 @@ from thinwire.kernels.gpu.scalar import golden, hash_start, hash_sum
 from thinwire.kernels.gpu.scratch import zero_counter
 from thinwire.kernels.random import split
 
-ROWS, WARPS = 4, 4  # a tile: so many times 16 bytes a thread
-PROGRAMS = 2048  # at most
+ROWS, WARPS = 8, 4  # a tile: so many times 16 bytes a thread
+PROGRAMS = 1056  # at most, eight per multiprocessor of an H200
 COUNT = tl.constexpr(44)  # a sum of 2^11 residues has 43 bits: the number of programs that have added stands above
 KEYS = tuple(map(signed, split(layout.SEED)))
 PRIME = tl.constexpr(layout.PRIME)

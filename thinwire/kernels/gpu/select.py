@@ -27,7 +27,7 @@ from thinwire.kernels.gpu.scalar import MAGNITUDE, bits_of, narrow, widen
 __all__ = ["histogram", "kth_magnitude", "scatter_add", "select", "select_into", "top"]
 
 SIZE, MARK_WARPS = 8192, 8  # values a program marks
-ADD, ADD_WARPS = 512, 4  # entries a program adds
+ADD, ADD_WARPS = 256, 4  # entries a program adds
 TILE, PLACE_WARPS = 16384, 1  # values whose entries a program places; SIZE divides TILE
 LARGE, FEW = 1 << 22, 32  # from so many values on, k of them at most one in so many: by way of a sample,
 EVERY, RUN = 64, 256  # one in so many, in runs of so many,

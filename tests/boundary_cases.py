@@ -201,7 +201,7 @@ def damaged_message_is_found() -> None:
         gradients = {i: torch.ones(WIDTH * SMALL.rank) for i in run.boundaries.receivers}
         empty = {i: torch.empty(WIDTH * SMALL.rank) for i in run.boundaries.senders}
         with refused("cannot be used: frame is damaged", RunFailed) if empty else contextlib.nullcontext():
-            run.boundaries._move(empty, gradients, up=True)
+            run.boundaries.links.move(empty, gradients, up=True)
 
 
 def replicas_train_as_one(config: Projected) -> None:

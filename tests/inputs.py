@@ -26,6 +26,7 @@ CODECS: tuple[c.Codec, ...] = (
     c.Centered(c.Quantize(3)), c.Centered(c.LowRank(1)), c.Centered(c.TopK(0.1)),
     c.Induced(c.TopK(0.3), c.RandK(0.3)), c.Induced(c.Quantize(3), c.Natural()),
     c.TileTopK(2, 4), c.TileTopK(8, 8, c.TwoLevels(16)), c.TwoLevels(), c.BinMeans(), c.PowerOfTwo(), c.PowerOfTwo(2),
+    c.Transform(2), c.Transform(0.5), c.Transform(3.3),
 )  # fmt: skip
 UNBIASED = tuple(codec for codec in CODECS if codec.omega(100) is not None)
 CONTRACTIVE = tuple(codec for codec in CODECS if codec.delta(100) is not None)

@@ -20,7 +20,7 @@ from thinwire.cli import main
 from thinwire.errors import UsageError
 from thinwire.lab import Network
 
-SMALL = Scratch(stages=2, width=32, length=16, rows=4, steps=3, every=1, held_out=4)
+SMALL = Scratch(stages=2, width=32, length=16, rows=4, steps=5, every=1, held_out=4)
 MICROBATCHES = 2
 
 
@@ -34,8 +34,8 @@ def both(rows: list[str]) -> list[list[dict]]:
 @on_a_network[1]
 @pytest.mark.timeout(120)
 def test_one_process_has_the_bits_of_real_ranks(one_thread):
-    """Losses, weights and bytes after three steps of two micro-batches; learned boundaries and anchors too."""
-    names = ["rotated 3 bits", "learned d/4 + anchors at 4 bits"]
+    """Losses, weights and bytes after five steps of two micro-batches; learned boundaries, anchors, books too."""
+    names = ["rotated 3 bits", "learned d/4 + anchors at 4 bits", "tokens + basis 2 back 3"]
     for name, ranks in zip(names, both(names)):
         model = sequence_of(ROWS[name], SMALL, 0)
         optimiser = torch.optim.AdamW(model.parameters(), lr=SMALL.rate, betas=(0.9, 0.95), foreach=True)
@@ -61,6 +61,8 @@ def test_seconds_are_the_published_ones():
     assert seconds_per_step(ROWS["fixed subspace bf16"], size) == pytest.approx(19.889, rel=0.01)  # 640 and not 644 B
     learned = ROWS["learned d/4 at 4 bits"]
     assert boundary_bytes(learned, size) == 16 + 4 * 1024 * 256 and boundary_bytes(ROWS[DENSE], size) == 0
+    fitted = bytes_per_token(ROWS["tokens + basis 2 back 2"], size)
+    assert fitted == pytest.approx(2 * (1024 * 2 / 8 + 2) + 2 * 1024**2 / 100 / 524_288, rel=1e-3)
     assert bytes_per_token(learned, size) == pytest.approx(2 * 256 * 4.125 / 8 + 2 * 4 * 1024 * 256 / 524_288, rel=1e-3)
 
 

@@ -124,6 +124,8 @@ class BoundedStage(nn.Module):
     what lies outside its basis: 0 is what was learnt, 1 a stage without boundaries. The same on all stages.
     """
 
+    takes_tokens = True
+
     def __init__(self, module: nn.Module, into: Subspace | None, out: Subspace | None) -> None:
         super().__init__()
         self.module = module

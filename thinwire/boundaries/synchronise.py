@@ -11,29 +11,19 @@ posted at all boundaries at once: they take two latencies, however many stages t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from thinwire.boundaries.links import BoundaryLinks, PlacedStage
 from thinwire.boundaries.projected import BoundedStage, Projected, Subspace
 from thinwire.boundaries.stiefel import EntryAdam, StiefelAdam
 from thinwire.codecs import frame as framing
-from thinwire.codecs.base import from_raw, raw_bytes
-from thinwire.collectives.groups import Group, destroy, twin, unmetered, world
+from thinwire.collectives.groups import Group, unmetered, world
 from thinwire.distributed.config_check import check_agreement
-from thinwire.distributed.values import gather_json
-from thinwire.errors import RunFailed, UsageError
-
-
-class PlacedStage(Protocol):
-    """What is asked of a stage: CompressedStage has it. group: the ranks of the pipeline."""
-
-    stage_index: int
-    submod: nn.Module
-    group: dist.ProcessGroup | None
+from thinwire.errors import UsageError
 
 
 class Boundaries:
@@ -58,13 +48,15 @@ class Boundaries:
         self.senders = {index: module.out for index, module in sorted(bounded.items()) if module.out is not None}
         self.receivers = {index - 1: m.into for index, m in sorted(bounded.items()) if m.into is not None}
         self.config = self._agreed()
-        self.rank_of = self._places(list(bounded))
-        self.group = twin(self.pipeline) if world(self.pipeline)[0] > 1 else None
+        self.links = BoundaryLinks(self.pipeline, bounded)
         self.rules = {index: _rules(end) for index, end in self.senders.items()}
         self.steps = 0
-        self.moves = 0  # exchanges between both ends
-        self.sent = 0  # bytes of this rank so far, without those of replicas
         self._hand_out()
+
+    @property
+    def sent(self) -> int:
+        """Bytes of this rank so far, without those of replicas."""
+        return self.links.sent
 
     def step(self, rate: float, skipped: bool = False) -> None:
         """One step of all boundaries; all ranks of all replicas call it together, with equal arguments.
@@ -112,8 +104,7 @@ class Boundaries:
 
     def close(self) -> None:
         """Free the group that was made here."""
-        if self.group is not None:
-            destroy(self.group)
+        self.links.close()
 
     # --- once
 
@@ -124,13 +115,6 @@ class Boundaries:
         config = ends[0].config if ends else None
         check_agreement("Boundaries", {"the boundary": repr(config), "its shapes": str(shapes)}, self.pipeline)
         return config
-
-    def _places(self, mine: list[int]) -> dict[int, int]:
-        """Stage → rank in the pipeline's group."""
-        if world(self.pipeline)[0] == 1:
-            return dict.fromkeys(mine, 0)
-        said = gather_json(mine, self.pipeline)
-        return {int(stage): rank for rank, listed in enumerate(said) for stage in listed}
 
     # --- a step
 
@@ -151,7 +135,7 @@ class Boundaries:
         """Step 2: by boundary, both ends' gradients added."""
         own = {index: _gradient(end) for index, end in self.senders.items()}
         other = {index: torch.empty_like(gradient) for index, gradient in own.items()}
-        self._move(other, {index: _gradient(end) for index, end in self.receivers.items()}, up=True)
+        self.links.move(other, {index: _gradient(end) for index, end in self.receivers.items()}, up=True)
         return {index: own[index] + other[index] for index in own}
 
     def _update(self, index: int, gradient: Tensor, rates: Mapping[str, float]) -> None:
@@ -170,53 +154,12 @@ class Boundaries:
             for value in values.values():
                 dist.broadcast(value, group=group, group_src=0)
         arrived = {index: torch.empty_like(_values(end)) for index, end in self.receivers.items()}
-        self._move(arrived, values, up=False)
+        self.links.move(arrived, values, up=False)
         with torch.no_grad():
             for ends, found in ((self.senders, values), (self.receivers, arrived)):
                 for index, end in ends.items():
                     for parameter, value in zip(end.parameters(), _split(found[index], end)):
                         parameter.copy_(value)
-
-    def _move(self, into: dict[int, Tensor], leaving: dict[int, Tensor], up: bool) -> None:
-        """Messages of all boundaries at once: from receivers to senders (`up`), or back. By boundary."""
-        me = world(self.pipeline)[1]
-        self.moves += 1
-        operations: list[dist.P2POp] = []
-        arriving: dict[int, Tensor] = {}
-        for index in sorted({*into, *leaving}):
-            sender, receiver = self.rank_of[index], self.rank_of[index + 1]
-            if sender == receiver:
-                into[index].copy_(leaving[index])
-                continue
-            peer = receiver if me == sender else sender
-            way: Callable[..., dist.Work | None]
-            if index in into:
-                way, frame = dist.irecv, _frame(into[index])
-                arriving[index] = frame
-            else:
-                way, frame = dist.isend, framing.seal(self._header(index, up), _frame(leaving[index]))
-                self.sent += frame.nbytes
-            operations.append(dist.P2POp(way, frame, group=self.group, group_peer=peer, tag=2 * index + up))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
-        for index, frame in arriving.items():
-            into[index].copy_(self._opened(frame, index, up))
-
-    def _header(self, index: int, up: bool) -> framing.Header:
-        return framing.Header(0, 0, self.moves, framing.key_hash(f"boundary {index} {'up' if up else 'down'}"))
-
-    def _opened(self, frame: Tensor, index: int, up: bool) -> Tensor:
-        """What a frame holds; RunFailed where it arrived damaged: both ends would no longer be one."""
-        try:
-            _, body = framing.unseal(frame, self._header(index, up))
-        except ValueError as error:
-            raise RunFailed(f"the learned boundary {index}→{index + 1}: a message cannot be used: {error}") from error
-        return from_raw(body, torch.float32)
-
-
-def _frame(values: Tensor) -> Tensor:
-    """Room for a header, and the values' bytes."""
-    return torch.cat((torch.zeros(framing.BYTES, dtype=torch.uint8, device=values.device), raw_bytes(values)))
 
 
 def _rules(end: Subspace) -> dict[str, StiefelAdam | EntryAdam]:

@@ -16,6 +16,7 @@ from thinwire.codecs.lowrank import LowRank
 from thinwire.codecs.quantize import Quantize, ScaledSign
 from thinwire.codecs.sparse import Chain, RandK, TopK
 from thinwire.codecs.tiles import TileTopK
+from thinwire.codecs.transform import Transform
 from thinwire.registry import Constructors, construct
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BinMeans", "Cast", "Centered", "Chain", "Codec", "Dither", "Identity", "Induced", "LowRank", "Natural",
     "NaturalDither", "PowerOfTwo", "Quantize", "RandK", "Rotated", "ScaledSign", "Ternary", "TileTopK", "TopK",
-    "TwoLevels", "is_finite", "make",
+    "Transform", "TwoLevels", "is_finite", "make",
 ]  # fmt: skip
 
 _THEORY = ("Dither", "Natural", "NaturalDither", "Ternary")
@@ -32,6 +33,7 @@ _THEORY = ("Dither", "Natural", "NaturalDither", "Ternary")
 CODECS: Constructors[Codec] = Constructors(__name__, (
     "Identity", "Cast", "Quantize", "ScaledSign", "Natural", "Dither", "NaturalDither", "Ternary", "TopK", "RandK",
     "LowRank", "Chain", "Rotated", "Centered", "Induced", "TileTopK", "TwoLevels", "BinMeans", "PowerOfTwo",
+    "Transform",
 ))  # fmt: skip
 
 

@@ -40,6 +40,11 @@ class Codec:
         return False
 
     @property
+    def learns(self) -> bool:
+        """Is it fitted to what a pipeline's boundary sends (memory/fitted.py)?"""
+        return False
+
+    @property
     def span(self) -> int | None:
         """How many values are coded on their own: a tensor cut at multiples of it is coded piece by piece. None: as a
         whole."""

@@ -45,12 +45,14 @@ class Link:
         a predicate (stage, micro-batch) → bool that both peers evaluate.
     warmup: the first training steps of the pipeline, whose messages are exact: a number, or "epoch" (Wire.with_epoch).
         A memory of samples needs none: a sample's first message is exact unless `cold` says otherwise.
+    tokens: forward: messages are coded against means of tokens, which follow at this rate (memory/fitted.py); 0: not.
     """
 
     codec: Codec
     memory: Memory | str = field(default_factory=Plain)
     when: str | Callable[[int, int], bool] = "always"
     warmup: int | str = 0
+    tokens: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
@@ -59,6 +61,10 @@ class Link:
             raise UsageError(f"memory must be a memory or 'auto', not {self.memory!r}")
         if not callable(self.when) and self.when not in WHEN:
             raise UsageError(f"when = {self.when!r}: allowed are {', '.join(WHEN)}, or a function")
+        if not isinstance(self.tokens, (int, float)) or not 0 <= self.tokens <= 1:
+            raise UsageError(f"tokens = {self.tokens!r}: must be a rate, 0 (no token means) to 1")
+        if (self.codec.learns or self.tokens) and (self.memory != Plain() or self.when != "always"):
+            raise UsageError("`tokens`, and a codec that learns, are fitted to all messages: leave out memory and when")
         _check_warmup(self.warmup)
         if self.warmup and isinstance(self.memory, Memory) and self.remembers_samples:
             raise UsageError(
@@ -151,10 +157,11 @@ class Wire:
             object.__setattr__(self, name, _link(name, getattr(self, name)))
         for name in ("gradient", "embedding"):
             object.__setattr__(self, name, _reduction(name, getattr(self, name)))
+        if self.backward is not None and self.backward.tokens:
+            raise UsageError("[wire.backward] tokens: gradients have no means; leave it out")
         if not isinstance(self.auto, bool):
             raise UsageError(f"[wire] auto = {self.auto!r}: must be true or false")
-        whole = isinstance(self.streams, int) and not isinstance(self.streams, bool)
-        if self.streams != "auto" and not (whole and 1 <= int(self.streams) <= MOST_STREAMS):
+        if self.streams != "auto" and not (_is_count(self.streams) and 1 <= int(self.streams) <= MOST_STREAMS):
             raise UsageError(f'[wire] streams = {self.streams!r}: allowed are 1 to {MOST_STREAMS}, and "auto"')
 
     def with_epoch(self, steps: int, passes: int = 1) -> Wire:
@@ -223,7 +230,7 @@ def _link(name: str, given: Any) -> Link | None:
     table = _table(name, given, "codec")
     if not table:
         return None
-    own = {key: table.pop(key) for key in ("when", "warmup") if key in table}
+    own = {key: table.pop(key) for key in ("when", "warmup", "tokens") if key in table}
     kept = table.pop("memory", "plain")
     return _named(name, lambda: Link(codecs.make(**table), kept if kept == "auto" else _memory(kept), **own))
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.flows import Flows
-from thinwire.pipeline.lane import Lane, Message
+from thinwire.pipeline.lane import REFUSED, Lane, Message
 from thinwire.pipeline.step_plan import StepPlan
 
 LIMIT = 256 << 20  # bytes of buffers posted at once by a stage; what is beyond is received when torch asks
@@ -133,3 +133,10 @@ class EarlyReceives:
         self.posted = {}
         if failed:
             self.known = {}
+
+
+def is_refusal(frame: Tensor, dtype: torch.dtype) -> bool:
+    """Is this a refusal, where a tensor of `dtype` was expected? Integers are sent without a frame: never."""
+    if not dtype.is_floating_point or frame.device.type != "cpu" or int(frame[0]) != REFUSED:
+        return False
+    return bool((frame == REFUSED).all())

@@ -9,6 +9,7 @@ schedule runs, and a link with `Identity` gives the same bits as the plain stage
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from thinwire.collectives.groups import explicit
 from thinwire.errors import UsageError
-from thinwire.pipeline.early_receives import Receive, empty_receives, start_receive
-from thinwire.pipeline.lane import Lane, is_refusal
+from thinwire.pipeline.early_receives import Receive, empty_receives, is_refusal, start_receive
+from thinwire.pipeline.lane import Lane
 from thinwire.pipeline.overlap import AHEAD, Transport
 from thinwire.pipeline.planned_stage import PlannedStage
 from thinwire.pipeline.shapes import Spec, outputs_of
@@ -43,6 +44,7 @@ class FramedStage(PlannedStage):
         super().__init__(*args, **kwargs)
         self._receives: dict[tuple[str, int], list[Receive]] = {}
         self._sent: dict[int, list[tuple[Spec, bool]]] = {}  # outputs by micro-batch, and whether they get gradients
+        self._tokens: dict[int, Tensor] = {}  # by micro-batch, where the wire has token means
         self._weighed = 0  # micro-batches of the step whose weight gradients are there
         self.progress: Progress | None = None  # told how far this stage is
 
@@ -62,6 +64,7 @@ class FramedStage(PlannedStage):
             self.give_up_buffers()
         self._receives.clear()
         self._sent.clear()
+        self._tokens.clear()
         self._weighed = 0
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -84,6 +87,9 @@ class FramedStage(PlannedStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, args: Any, *more: Any, **kwargs: Any) -> Any:
         self._current = fwd_chunk_id
+        given = more[0] if more else kwargs.get("kwargs")
+        if self.told and given and "tokens" in given:
+            self._tokens[fwd_chunk_id] = given["tokens"]
         self._begin()
         tensors = self._decoded("forward", fwd_chunk_id)
         if tensors is not None:
@@ -138,7 +144,7 @@ class FramedStage(PlannedStage):
         lane = self.lanes.outgoing.get(direction)
         if lane is None or self.plan is None:
             return ops
-        message = self.plan.outgoing[direction][chunk]
+        message = replace(self.plan.outgoing[direction][chunk], tokens=self._tokens.get(chunk))
         tensors = [op.tensor.detach() for op in ops]
         transport = self.transports.get((direction, "out"))
         if transport is not None:
@@ -220,7 +226,7 @@ class FramedStage(PlannedStage):
         if receives is None or self.plan is None:
             return None
         lane = self.lanes.incoming[direction]
-        message = self.plan.incoming[direction][chunk]
+        message = replace(self.plan.incoming[direction][chunk], tokens=self._tokens.get(chunk))
         transport = self.transports.get((direction, "in"))
         with torch.no_grad(), nullcontext() if transport is None else transport.arrived(chunk):
             for receive in receives:

@@ -13,7 +13,7 @@ it passes it on, and then all ranks raise the same error (FramedStage._refuse).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from thinwire.kernels.random import derive
 from thinwire.memory import Memory, Plain
 from thinwire.memory.channel import Channel
 from thinwire.memory.file_store import SUFFIX
+from thinwire.memory.fitted import FittedChannel, more_of
 from thinwire.memory.store import Key
 from thinwire.pipeline.lazy_error import Trial
 
@@ -43,12 +44,14 @@ class Message:
     ids: the samples in it, one per row; None where no ids were given.
     coded: whether `when` chose it for compression.
     first_tag: the tag of its first tensor, the others' follow; 0: messages match by order.
+    tokens: of its rows, where a link has token means.
     """
 
     microbatch: int
     ids: tuple[int, ...] | None
     coded: bool
     first_tag: int = 0
+    tokens: Tensor | None = field(default=None, compare=False)
 
     def tag(self, index: int) -> int:
         """The tag of tensor number `index`; 0: it matches by order."""
@@ -105,7 +108,7 @@ class Lane:
         channel = self._channel(index, message.coded)
         key = self._key(message, index, tuple(x.shape))
         before = channel.stats.nonfinite
-        frame = channel.send(key, x, nonfinite="later")
+        frame = channel.send(key, x, nonfinite="later", **more_of(channel, message.microbatch, tokens=message.tokens))
         if channel.stats.nonfinite > before:
             self.faults.append(f"{self.name}, micro-batch {message.microbatch}: NaN or Inf")
         elif self.trial is not None and message.coded:
@@ -120,7 +123,8 @@ class Lane:
         if not like.is_floating_point():
             return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
         channel = self._channel(index, message.coded)
-        size = channel.nbytes(self._key(message, index, tuple(shape)), shape, like.dtype)
+        key = self._key(message, index, tuple(shape))
+        size = channel.nbytes(key, shape, like.dtype, **more_of(channel, message.microbatch))
         return torch.empty(size, dtype=torch.uint8, device=like.device)
 
     def recv(self, message: Message, index: int, frame: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -131,7 +135,10 @@ class Lane:
         key = self._key(message, index, tuple(shape))
         before = channel.stats.nonfinite
         try:
-            y = channel.recv(key, frame, shape, dtype, later=True)
+            more = more_of(channel, message.microbatch, tokens=message.tokens)
+            y = channel.recv(key, frame, shape, dtype, later=True, **more)
+        except UsageError:
+            raise
         except ValueError as error:
             self.faults.append(str(error))
             self._lost += [(channel, k) for k in (key if isinstance(key, list) else [key])]
@@ -169,7 +176,10 @@ class Lane:
         table = self.coded if coded else self.exact
         if index not in table:
             seed = derive(self.seed, self.name, index)
-            if coded:
+            if coded and (self.link.codec.learns or self.link.tokens):
+                sends, rate = self.end == "send", self.link.tokens
+                table[index] = FittedChannel(self.link.codec, seed=seed, name=self.name, sends=sends, tokens=rate)
+            elif coded:
                 table[index] = Channel(self.link.codec, self._memory_of(index), seed=seed, name=self.name)
             else:
                 table[index] = Channel(Identity(), Plain(), seed=seed, name=f"exact {self.name}")
@@ -288,10 +298,3 @@ class Lane:
             channel = self._channel(index, coded=kind.startswith("coded"))
             prefix = f"{kind}/"
             channel.load_state_dict({n.removeprefix(prefix): v for n, v in state.items() if n.startswith(prefix)})
-
-
-def is_refusal(frame: Tensor, dtype: torch.dtype) -> bool:
-    """Is this a refusal, where a tensor of `dtype` was expected? Integers are sent without a frame: never."""
-    if not dtype.is_floating_point or frame.device.type != "cpu" or int(frame[0]) != REFUSED:
-        return False
-    return bool((frame == REFUSED).all())

@@ -79,6 +79,9 @@ class PlannedStage(OpenStage):
         if dropout not in DROPOUT:
             raise UsageError(f"dropout = {dropout!r}: allowed are {', '.join(DROPOUT)}")
         self.wire = Wire.of(wire)
+        self.told = self.wire.forward is not None and self.wire.forward.tokens > 0  # messages need the tokens
+        if self.told and not getattr(submodule, "takes_tokens", False):
+            submodule.register_forward_pre_hook(_without_tokens, with_kwargs=True)
         links = {"forward": self.wire.forward, "backward": self.wire.backward}
         self.warmup = {direction: warmup_steps(direction, link) for direction, link in links.items()}
         self.trained = 0  # training steps, also those rolled back; `warmup` counts them
@@ -195,3 +198,8 @@ class PlannedStage(OpenStage):
         self.batch_inputs = {}  # torch looks at the shapes anew
         self._set_predicates()
         self._plan_step()
+
+
+def _without_tokens(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A hook: tokens are for a stage's messages, and its module does not know them."""
+    return args, {name: value for name, value in kwargs.items() if name != "tokens"}

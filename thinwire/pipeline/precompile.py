@@ -37,7 +37,7 @@ def try_link(link: Link | None, row: Sequence[int], like: Tensor) -> None:
         link = replace(link, memory=replace(link.memory, path=None, capacity=1.0, fixed=None))
     sender = Lane(link, "precompiled", "send", 0)
     receiver = Lane(link, "precompiled", "recv", 0)
-    message = Message(0, SAMPLES, True)
+    message = Message(0, SAMPLES, True, tokens=torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device))
     for step in range(STEPS):
         for lane in (sender, receiver):
             lane.begin(step)

@@ -149,6 +149,7 @@ class Piped:
             for index, module in modules.items()
         ]  # fmt: skip
         self.boundaries = None if projected is None else Boundaries(self.parts, mesh.dp)
+        self.told = wire.forward is not None and wire.forward.tokens > 0  # messages need the tokens
         self.loss = Loss(config.mesh.dp)
         row = config.data.seq_len, self.width
         overlap = config.mesh.depth > 1 or (self.device.type == "cuda" and config.mesh.schedule in SINGLE_STAGE)
@@ -188,7 +189,8 @@ class Piped:
             about = {"shape": shape, "ids": batch.ids, "next_ids": upcoming, "next_certain": upcoming is not None}
         with self.pipeline.step(**about, settles=done is None):
             target = {"target": batch.labels, "losses": losses} if self.last else {}
-            logits = self.schedule.step(*((batch.inputs,) if self.first else ()), **target, **self._beside(batch))
+            more = self._beside(batch) | ({"tokens": batch.inputs} if self.told else {})
+            logits = self.schedule.step(*((batch.inputs,) if self.first else ()), **target, **more)
             if self.scores is not None and self.last:
                 self.scores.add(logits, batch.labels)
             if done is not None:

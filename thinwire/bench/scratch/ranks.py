@@ -75,7 +75,7 @@ class RankedStage:
         losses: list[torch.Tensor] = []
         self.optimiser.zero_grad()
         x, y = batch[:, :-1], batch[:, 1:]
-        more = {} if self.boundaries is None else {"tokens": x}
+        more = {"tokens": x} if self.boundaries is not None or self.stage.told else {}
         with self.pipe.step():
             target = {"target": y, "losses": losses} if self.last else {}
             self.schedule.step(*((x,) if self.first else ()), **target, **more)

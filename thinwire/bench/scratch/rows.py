@@ -18,6 +18,7 @@ class Row:
     name: in tables. codec: both ways, as in a `[wire]` table. back: that of gradients, where it is another.
     share: of the width that crosses in a subspace; 1: everything, without one.
     rate: of the subspace, relative to the model's; 0: it stays as it begins. anchors: of tokens, beside it.
+    tokens: rate of the token means that messages forward are coded against; 0: there are none.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Row:
     rate: float = 0.0
     anchors: int = 0
     back: Mapping[str, Any] = field(default_factory=dict)
+    tokens: float = 0.0
 
     def rank(self, width: int) -> int:
         """How many values of a hidden state of `width` cross."""
@@ -40,7 +42,12 @@ def _rotated(bits: int, scale: str = "absmax") -> Mapping[str, Any]:
     return {"codec": "rotated", "inner": _direct(bits, scale)}
 
 
+def _transform(bits: float, every: int = 0) -> Mapping[str, Any]:
+    return {"codec": "transform", "bits": bits, "every": every}
+
+
 BITS = (8, 6, 4, 3)
+FITTED = ((4, 4), (3, 3), (2, 3), (2, 2), (1.5, 1.5), (1, 1))  # bits forward, in a learnt basis, and back
 ROWS = {
     row.name: row
     for row in (
@@ -60,6 +67,9 @@ ROWS = {
         Row("rotated 3 mse back 4", _rotated(3, "mse"), back=_rotated(4)),
         Row("rotated 4 back 3 mse", _rotated(4), back=_rotated(3, "mse")),
         Row("learned d/2 at 3 bits mse", _rotated(3, "mse"), 0.5, 0.1),
+        *(Row(f"rotated normal {bits} bits", _transform(bits)) for bits in (4, 3, 2)),
+        Row("basis 2 back 2", _transform(2, 100), back=_transform(2)),
+        *(Row(f"tokens + basis {f} back {b}", _transform(f, 100), back=_transform(b), tokens=0.1) for f, b in FITTED),
     )
 }
 QUICK = (DENSE, "direct 3 bits", "rotated 4 bits", "fixed subspace bf16", "learned d/4 at 4 bits")

@@ -14,6 +14,7 @@ import torch
 from thinwire.bench.scratch.rows import Row
 from thinwire.codecs import frame as framing
 from thinwire.codecs import make
+from thinwire.codecs.transform import Book
 
 PUBLISHED = {"dense bf16": (4096.0, 100.475), "fixed subspace": (644.0, 19.889)}  # bytes per token, seconds
 PUBLISHED_RATIO = 181_487 / 293_889  # T of the fixed subspace over T of dense
@@ -46,9 +47,16 @@ def boundary_bytes(row: Row, size: Yardstick) -> int:
     return framing.BYTES + 4 * (size.width * row.rank(size.width) + row.anchors * (size.vocabulary + size.width))
 
 
+def book_bytes(row: Row, size: Yardstick) -> float:
+    """Of the books of transforms, per step on average, both ways."""
+    every = [way.get("every", 0) for way in (row.codec, row.back or row.codec)]
+    return sum((framing.BYTES + Book.nbytes(size.width)) / steps for steps in every if steps)
+
+
 def bytes_per_token(row: Row, size: Yardstick) -> float:
-    """Both ways over one boundary, a learned boundary's own parameters included."""
-    return (message_bytes(row, size) * size.microbatches + 2 * boundary_bytes(row, size)) / size.tokens
+    """Both ways over one boundary, a learned boundary's own parameters, or books, included."""
+    own = 2 * boundary_bytes(row, size) + book_bytes(row, size)
+    return (message_bytes(row, size) * size.microbatches + own) / size.tokens
 
 
 def seconds_per_step(row: Row, size: Yardstick) -> float:

@@ -86,7 +86,7 @@ class Sequence:
         for index, stage in enumerate(self.stages):
             x = stage(x) if self.boundaries is None else stage(x, tokens=tokens)
             if index < len(self.crossings):
-                x = cross(x, self.crossings[index], [Message(microbatch, None, True)] * 2)
+                x = cross(x, self.crossings[index], [Message(microbatch, None, True, tokens=tokens)] * 2)
         return x
 
     @torch.no_grad()

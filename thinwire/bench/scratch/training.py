@@ -28,7 +28,7 @@ def sequence_of(row: Row, setup: Scratch, seed: int) -> Sequence:
 
 def wire_of(row: Row) -> Wire:
     """The row's codecs."""
-    return Wire.of({"forward": row.codec, "backward": row.back or row.codec})
+    return Wire.of({"forward": {**row.codec, "tokens": row.tokens}, "backward": row.back or row.codec})
 
 
 def projected_of(row: Row, setup: Scratch) -> Projected | None:

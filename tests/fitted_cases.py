@@ -1,0 +1,103 @@
+"""Cases of links that are fitted to what they send, between real ranks: books of a transform, and token means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pipeline_support import LENGTH, Run, batch, fitting, gathered
+from rank_cases import check, check_equal, refused
+from torch import Tensor
+
+from thinwire.codecs import Transform
+from thinwire.config.wire import Link, Wire
+
+FITTED = Wire(forward=Link(Transform(6, every=3), tokens=0.1), backward=Link(Transform(6)))
+STEPS = 7  # books come with steps 3 and 4, and 7
+
+
+class Tokened(Run):
+    """A pipeline whose stages are told the tokens."""
+
+    tokens: Tensor | None = None
+
+    def torch_step(self, x: Tensor, y: Tensor, losses: list[Tensor]) -> None:
+        arguments = (x,) if self.first else ()
+        targets = {"target": y, "losses": losses} if self.last else {}
+        given = {} if self.tokens is None else {"tokens": self.tokens}
+        self.schedule.step(*arguments, **targets, **given)
+
+    def train(self, step: int, rows: int, *, tokens: bool = True) -> None:
+        """One step. Rows of one token have something in common."""
+        x, y = batch(rows, step)
+        ids = torch.randint(5, (rows, LENGTH), generator=torch.Generator().manual_seed(step))
+        self.tokens = ids if tokens else None
+        self.step(x + 2 * ids[..., None] / 5, y, update=True)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {f"{s.stage_index}.{n}": p.detach().clone() for s in self.stages for n, p in s.submod.named_parameters()}
+
+    def fitted(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """By lane and end: means and basis."""
+        out = {}
+        for lane in self.pipe.lanes():
+            if lane.name.startswith("forward"):
+                channel: Any = lane.coded[0]
+                book = channel.codec.book
+                out[lane.name, lane.end] = {"means": channel.means.table.numpy(), "basis": book.basis.numpy()}
+        return out
+
+
+def fitted_links_train(name: str) -> None:
+    """Both ends hold one table and one book, and the model is nearly that of exact messages."""
+    microbatches = fitting(name, 2)[-1]
+    exact, ours = Tokened(name, microbatches, Wire()), Tokened(name, microbatches, FITTED)
+    for step in range(STEPS):
+        exact.train(step, 2 * microbatches, tokens=False)
+        ours.train(step, 2 * microbatches)
+    check(ours.pipe.stats.skips == 0, "a step was skipped")
+    for key, value in exact.weights().items():
+        off = float((ours.weights()[key] - value).norm() / value.norm())
+        check(off < 0.02, f"{name}: {key} is off by {off:.3f}")
+    ends: dict[Any, Any] = {key: value for theirs in gathered(ours.fitted()) for key, value in theirs.items()}
+    check(len(ends) >= 2, f"{name}: no boundary was fitted")
+    for lane in {lane for lane, _ in ends}:
+        for field in ("means", "basis"):
+            sent, had = (torch.from_numpy(ends[lane, end][field]) for end in ("send", "recv"))
+            check(bool(sent.any()) and torch.equal(sent, had), f"{name}: ends of {lane} differ in {field}")
+
+
+def resumed_fitted_links_have_the_same_bits() -> None:
+    """Saved after four steps: a book is in use, and another is being made."""
+    whole, again = Tokened("1F1B", 4, FITTED), Tokened("1F1B", 4, FITTED)
+    for step in range(4):
+        whole.train(step, 8)
+    for stage, new in zip(whole.stages, again.stages):
+        new.submod.load_state_dict(stage.submod.state_dict())
+    again.pipe.load_state_dict(whole.pipe.state_dict())
+    for step in range(4, 9):
+        whole.train(step, 8)
+        again.train(step, 8)
+        check_equal(f"step {step}", again.weights(), whole.weights())
+
+
+def fitted_links_roll_back() -> None:
+    """A NaN on the first stage: neither means nor books nor their counts move, and training goes on."""
+    run = Tokened("1F1B", 4, FITTED)
+    for step in range(5):
+        run.train(step, 8)
+    before = run.pipe.state_dict()
+    x, y = batch(8)
+    run.tokens = torch.zeros(8, LENGTH, dtype=torch.long)
+    run.step(x * torch.nan, y)
+    after = run.pipe.state_dict()
+    check(run.pipe.skipped, "the step was not skipped")
+    moved = [n for n in before if "fitted/" in n and not torch.equal(before[n], after[n])]
+    check(not moved and any("fitted/" in name for name in before), f"moved: {moved}")
+    run.train(5, 8)
+    check(not run.pipe.skipped, "the step after it was skipped too")
+
+
+def tokens_are_needed() -> None:
+    with refused("token means need schedule.step"):
+        Tokened("1F1B", 2, FITTED).train(0, 4, tokens=False)

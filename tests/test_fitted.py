@@ -1,0 +1,188 @@
+"""A channel fitted to what it sends: books by water-filling, token means, known sizes, damage, checkpoints."""
+
+from __future__ import annotations
+
+import functools
+
+import fitted_cases as cases
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pipeline_support import SCHEDULES
+from rank_cases import Case, name_of, run_cases
+from rank_launch import launch, on_a_network, passed
+
+from thinwire.codecs import Quantize, Rotated, Transform
+from thinwire.codecs.transform import Book
+from thinwire.codecs.transform_fit import ERROR, STEP, Moments, fit
+from thinwire.config.wire import Link, Wire
+from thinwire.errors import UsageError
+from thinwire.lab import Network
+from thinwire.memory.token_means import TokenMeans
+from thinwire.pipeline.lane import Lane, Message
+
+PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.pipeline.pipeline", "rank_cases")
+CASES: list[Case] = [
+    *(functools.partial(cases.fitted_links_train, name) for name in SCHEDULES),
+    cases.resumed_fitted_links_have_the_same_bits, cases.fitted_links_roll_back,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with Network(hosts=2, preload=PRELOAD) as net:
+        return launch(net, run_cases, CASES, timeout=100)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name_of(case)) for case in CASES])
+@pytest.mark.timeout(120)
+@on_a_network[0]
+@on_a_network[1]
+def test_case(ranks, case):
+    passed(ranks, case)
+
+
+class Boundary:
+    """Two ends of a lane, and hidden states of few large directions, some of which a token has in common."""
+
+    def __init__(self, link: Link, width: int = 64) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.link, self.width, self.generator, self.steps = link, width, generator, 0
+        basis = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
+        self.mix = (basis * torch.logspace(0, -2, width)).T
+        self.tokens = torch.randn(9, width, generator=generator) / 4
+        self.ends = [Lane(link, "forward 0→1", end, 0) for end in ("send", "recv")]
+
+    def step(self, keep: bool = True, spoil: int | None = None) -> float:
+        """The relative squared error of two micro-batches. spoil: a byte of the first frame to change, from its end."""
+        wrong = whole = 0.0
+        for lane in self.ends:
+            lane.begin(self.steps)
+        self.steps += 1
+        for number in range(2):
+            ids = torch.randint(9, (6, 20), generator=self.generator)
+            x = torch.randn(6, 20, self.width, generator=self.generator) @ self.mix + self.tokens[ids]
+            message = Message(number, None, True, tokens=ids)
+            room = self.ends[1].expect(message, 0, x.shape, x)
+            frame = self.ends[0].send(message, 0, x)
+            assert frame.numel() == room.numel()
+            if spoil is not None and number == 0:
+                frame[-spoil] ^= 1
+            y = self.ends[1].recv(message, 0, frame, x.shape, x.dtype)
+            wrong, whole = wrong + float((y - x).square().sum()), whole + float(x.square().sum())
+        for lane in self.ends:
+            lane.resolve_checks()
+            lane.end_step(keep and not self.ends[1].faults)
+        return wrong / whole
+
+    def error(self, steps: int) -> float:
+        return [self.step() for _ in range(steps)][-1]
+
+
+def test_what_is_fitted_errs_less_with_as_many_bits():
+    """A rotation; token means; a learnt basis; both. The first two books come with steps 3 and 9."""
+    codecs = {"rotated": (0, 0.0), "means": (0, 0.1), "basis": (100, 0.0), "both": (100, 0.1)}
+    found = {name: Boundary(Link(Transform(2, every), tokens=rate)).error(12) for name, (every, rate) in codecs.items()}
+    assert found["rotated"] == pytest.approx(0.119, abs=0.01)
+    assert found["means"] < 0.75 * found["rotated"] and found["basis"] < 0.5 * found["rotated"]
+    assert found["both"] < 0.7 * min(found["means"], found["basis"])
+
+
+@pytest.mark.parametrize("codec", [Rotated(Quantize(4)), Transform(3, every=3)], ids=str)
+def test_a_dropped_step_and_a_checkpoint_leave_no_trace(codec):
+    """Against a boundary whose dropped step never was: the same tables, books, sizes, errors, from a checkpoint too."""
+    ours, other = (Boundary(Link(codec, tokens=0.1)) for _ in range(2))
+    for keep in (True, True, True, False, True, True, False):
+        state = other.generator.get_state()
+        ours.step(keep)
+        if keep:
+            other.step()
+        else:  # the same data, numbers of steps and so seeds
+            other.generator.set_state(ours.generator.get_state())
+            other.steps += 1
+        assert keep or not torch.equal(state, ours.generator.get_state())
+    saved = [lane.state_dict(True) for lane in ours.ends]
+    assert all(torch.equal(saved[i][n], v) for i in (0, 1) for n, v in other.ends[i].state_dict(True).items()
+               if "fitted/" in n)  # fmt: skip
+    again = Boundary(ours.link)
+    again.steps = ours.steps
+    again.generator.set_state(ours.generator.get_state())
+    for lane, state in zip(again.ends, saved):
+        lane.load_state_dict(state)
+    assert [again.step() for _ in range(4)] == [ours.step() for _ in range(4)]
+    sender, receiver = (lane.coded[0].means.table for lane in ours.ends)
+    assert torch.equal(sender, receiver) and sender.any()
+
+
+@pytest.mark.parametrize("byte", [3, 30_000])  # of the book, which is longer than the message before it; of the message
+def test_a_damaged_frame_is_a_fault_at_the_receiver(byte):
+    boundary = Boundary(Link(Transform(2, every=100)), width=64)
+    for _ in range(2):
+        boundary.step()
+    size = Book.nbytes(64)
+    boundary.step(spoil=byte if byte < size else size + 40)
+    assert "damaged" in boundary.ends[1].faults[0]
+    assert boundary.ends[1].coded[0].codec.book is None
+    boundary.step()
+    assert boundary.ends[1].coded[0].codec.book is not None and not boundary.ends[1].faults
+
+
+@given(st.integers(2, 12), st.floats(0.3, 7.9), st.integers(0, 999))
+def test_bits_go_where_they_save_most(width, bits, seed):
+    """No bit of a component would save more at another; as many bits as asked for; the basis is the covariance's."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(400, width, generator=generator) * torch.logspace(0, -1.5, width)
+    moments = Moments.of(x).plus(Moments.of(x.roll(1, 0)))
+    codec = Transform(bits, every=1)
+    book = fit(codec, moments)
+    assert int(book.bits.sum()) == codec.row_bits(width) and book.basis is not None
+    covariance = moments.products / moments.count
+    rotated = book.basis.T @ covariance @ book.basis
+    assert float((rotated - rotated.diag().diag()).abs().max()) < 0.02 * float(rotated.diag().max())
+    saved = rotated.diag()[:, None].clamp_min(1e-12) * (torch.tensor(ERROR[:-1]) - torch.tensor(ERROR[1:]))
+    last = [float(saved[i, b - 1]) for i, b in enumerate(book.bits.tolist()) if b]
+    following = [float(saved[i, b]) for i, b in enumerate(book.bits.tolist()) if b < 8]
+    assert not following or min(last) >= max(following) * (1 - 1e-4)
+    again = Book.read(book.raw(), width)
+    assert again is not None and torch.equal(again.basis, book.basis) and torch.equal(again.steps, book.steps)
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_steps_are_the_best_equal_ones_for_a_normal_variable(bits):
+    x = torch.randn(400, 500, generator=torch.Generator().manual_seed(0))
+    codec = Transform(bits)
+    error = float((codec.decode(codec.encode(x), x.shape, x.dtype) - x).square().mean())
+    assert error == pytest.approx(ERROR[bits], rel=0.04)
+    for factor in (0.9, 1.1):  # any other step errs more
+        half = 2.0 ** (bits - 1)
+        codes = torch.floor(x / (factor * STEP[bits])).clamp(-half, half - 1) + 0.5
+        assert float((codes * factor * STEP[bits] - x).square().mean()) > error
+
+
+def test_a_token_s_mean_is_that_of_its_first_visits_and_then_follows():
+    means = TokenMeans(0.5)
+    for value in (4.0, 2.0, 2.0, 0.0):
+        ids, x = torch.tensor([[3, 3]]), torch.tensor([[[value - 1], [value + 1]]])
+        means.note(ids, x - means.of(ids, x))
+        means.end_step(keep=True)
+    assert means.visits.tolist() == [0, 0, 0, 4] and float(means.table[3]) == pytest.approx(1.25)
+
+
+def test_what_cannot_be_is_said():
+    for table, said in (
+        ({"codec": "transform", "bits": 9}, "0.25 to 8"), ({"codec": "transform", "bits": 2, "every": -1}, "every"),
+        ({"codec": "transform", "bits": 2, "book": 1}, "learnt"),
+        ({"codec": "quantize", "bits": 4, "tokens": 2}, "must be a rate"),
+        ({"codec": "quantize", "bits": 4, "tokens": 0.1, "memory": "delta"}, "leave out memory and when"),
+        ({"codec": "transform", "bits": 2, "every": 9, "when": "critical"}, "leave out memory and when"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=said):
+            Wire.of({"forward": table})
+    with pytest.raises(UsageError, match="gradients have no means"):
+        Wire.of({"backward": {"codec": "quantize", "bits": 4, "tokens": 0.1}})
+    boundary = Boundary(Link(Quantize(4), tokens=0.1))
+    with pytest.raises(UsageError, match="token means need"):
+        boundary.ends[0].send(Message(0, None, True), 0, torch.ones(2, 3, 64))
+    with pytest.raises(ValueError, match="impossible"):
+        Book.read(torch.full((Book.nbytes(4),), 9, dtype=torch.uint8), 4)

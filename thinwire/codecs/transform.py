@@ -1,0 +1,197 @@
+"""Transform coding: a basis in which values differ much in variance, and bits for each component by its variance.
+
+    sender     s = rms of a row ;  y = Vᵀx/s ;  q = ⌊y/Δ⌋, clipped to 2^b codes           Δ, b: per component
+    receiver   x̂ = s·V·(q + ½)·Δ
+
+V, Δ and b are a *book* that both ends hold. Without one V is a random Hadamard rotation, another for every message, and
+all components get as many bits: a fraction of a bit by giving some of them one more. After a rotation values are nearly
+normal, and Δ is the best equal step for a normal distribution (Max 1960). With a book, which the sender of a pipeline's
+boundary makes from what it has sent (transform_fit.py) and sends along (memory/fitted.py), V is a Karhunen–Loève basis
+and b follows by reverse water-filling: a component of little variance gets no bits.
+
+The message: int16 scale per row, in 1/16 octaves | one bit stream: of every row the lowest bit of all components that
+have one, then of every row the second bit of those that have two, ….
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.base import Codec, from_raw, raw_bytes
+from thinwire.codecs.lowrank import matrix_shape
+from thinwire.errors import UsageError
+from thinwire.kernels import bits as bitpack
+from thinwire.kernels import hadamard
+from thinwire.kernels.random import derive
+
+MOST_BITS = 8
+STEP = (0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)  # of unit variance, by bits
+OCTAVE = 16  # scales per power of two
+EMPTY = -(2**15)  # the scale of a row of zeros
+
+
+@dataclass(frozen=True)
+class Book:
+    """What both ends of a boundary hold.
+
+    basis: float32[d, d], orthonormal but for bfloat16's rounding; None: a Hadamard rotation by the message's seed.
+    steps: float32[d]. bits: int64[d], 0 to 8. planes: per bit the components that have it, as indices.
+    """
+
+    basis: Tensor | None
+    steps: Tensor
+    bits: Tensor
+    planes: Sequence[Tensor] = field(repr=False)
+
+    @staticmethod
+    def of(basis: Tensor, steps: Tensor, bits: Tensor) -> Book:
+        """With its planes. Waits for a card."""
+        return Book(basis, steps, bits, [(bits > p).nonzero().view(-1) for p in range(int(bits.max()))])
+
+    @staticmethod
+    def even(total: int, width: int, device: torch.device) -> Book:
+        """Without a basis: so many bits of a row, as equal as can be."""
+        least, more = divmod(min(total, MOST_BITS * width), width)
+        every = torch.arange(width, device=device)
+        steps = torch.full((width,), STEP[least], device=device)
+        if more:
+            steps[:more] = STEP[least + 1]
+        return Book(None, steps, least + (every < more).long(), [every] * least + ([every[:more]] if more else []))
+
+    @property
+    def row_bits(self) -> int:
+        """Of a row."""
+        return sum(len(plane) for plane in self.planes)
+
+    @staticmethod
+    def nbytes(width: int) -> int:
+        """Of one with a basis, as it is sent."""
+        return 2 * width * width + 5 * width
+
+    def raw(self) -> Tensor:
+        """As it is sent: the basis in bfloat16, steps, bits."""
+        assert self.basis is not None
+        return torch.cat([raw_bytes(x) for x in (self.basis.bfloat16(), self.steps, self.bits.to(torch.uint8))])
+
+    @staticmethod
+    def read(raw: Tensor, width: int) -> Book | None:
+        """From `raw` bytes; None: zeros, there is none yet. ValueError where they are no book. Waits for a card."""
+        cut, end = 2 * width * width, 2 * width * width + 4 * width
+        basis = from_raw(raw[:cut], torch.bfloat16).float().view(width, width)
+        steps, bits = from_raw(raw[cut:end], torch.float32), raw[end:].long()
+        if not bool(bits.any()):
+            return None
+        if int(bits.max()) > MOST_BITS or not bool(torch.isfinite(basis).all() & torch.isfinite(steps).all()):
+            raise ValueError("the book of a transform has impossible values")
+        return Book.of(basis, steps, bits)
+
+
+@dataclass(frozen=True)
+class Transform(Codec):
+    """Transform coding of the last dimension.
+
+    bits: per value on average, 0.25 to 8, fractions too.
+    every: between the stages of a pipeline, steps after which the basis is learnt anew from what was sent (more often
+        at first); 0: never, and every message is rotated at random.
+    """
+
+    bits: float
+    every: int = 0
+    book: Book | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, bool) or not isinstance(self.bits, (int, float)) or not 0.25 <= self.bits <= MOST_BITS:
+            raise UsageError(f"Transform: bits must lie in 0.25 to {MOST_BITS}, not {self.bits!r}")
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 0:
+            raise UsageError(f"Transform: every must be an integer, 0 or more, not {self.every!r}")
+        if self.book is not None and not isinstance(self.book, Book):
+            raise UsageError("Transform: book is learnt, and not for configuration")
+
+    @property
+    def learns(self) -> bool:
+        return self.every > 0
+
+    @property
+    def never_syncs(self) -> bool:
+        return True
+
+    def with_book(self, book: Book | None) -> Transform:
+        """This codec in that basis; None: before there is one."""
+        return replace(self, book=book)
+
+    def row_bits(self, width: int) -> int:
+        """Of a row of that width."""
+        return min(max(1, int(self.bits * width)), MOST_BITS * width)
+
+    def _encode(self, x: Tensor, seed: int) -> Tensor:
+        width = matrix_shape(tuple(x.shape))[1]
+        book = self._book(width, x.device)
+        rows = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1, width)
+        if book.basis is None:
+            rows = hadamard.rotate(rows.reshape(-1), _block(width), derive("rotate", seed)).view(-1, width)
+        largest = rows.abs().amax(1, keepdim=True)
+        unit = rows / largest.clamp_min(_tiny(rows))
+        rms = unit.square().mean(1, keepdim=True).sqrt().clamp_min(_tiny(rows))
+        power = torch.log2(largest.clamp_min(_tiny(rows)))
+        scale = torch.round(OCTAVE * (torch.log2(rms) + power))
+        codes = _codes(unit * torch.exp2(power - scale / OCTAVE), book)
+        scale = torch.where(largest > 0, scale, EMPTY).to(torch.int16)
+        stream = [((codes[:, plane] >> p) & 1).view(-1) for p, plane in enumerate(book.planes)]
+        return torch.cat((raw_bytes(scale), bitpack.pack(torch.cat(stream), 1)))
+
+    def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+        count, width = matrix_shape(shape)
+        book, work = self._book(width, wire.device), torch.promote_types(dtype, torch.float32)
+        scale = from_raw(wire[: 2 * count], torch.int16).view(-1, 1)
+        stream = bitpack.unpack(wire[2 * count :], book.row_bits * count, 1)
+        codes = torch.zeros(count, width, dtype=torch.uint8, device=wire.device)
+        for p, plane in enumerate(book.planes):
+            piece, stream = stream[: count * len(plane)], stream[count * len(plane) :]
+            codes[:, plane] |= piece.view(count, len(plane)) << p
+        factor = torch.exp2(scale.to(work) / (2 * OCTAVE))  # twice, so that the ends of the range are reached
+        y = torch.where(scale == EMPTY, 0, _values(codes, book, work) * factor * factor)
+        limit = torch.finfo(dtype).max
+        if book.basis is None:
+            y = hadamard.rotate(y.reshape(-1), _block(width), derive("rotate", seed), inverse=True)
+        return torch.nan_to_num(y, nan=0.0).clamp(-limit, limit)
+
+    def _nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        count, width = matrix_shape(shape)
+        return 2 * count + bitpack.packed_bytes(self.row_bits(width) * count, 1)  # a book has as many
+
+    def _book(self, width: int, device: torch.device) -> Book:
+        """The book for rows of that width; equal bits for all where none was made."""
+        if self.book is not None and len(self.book.bits) == width:
+            return self.book
+        return Book.even(self.row_bits(width), width, device)
+
+
+def _codes(unit: Tensor, book: Book) -> Tensor:
+    """uint8[rows, d] of unit rows."""
+    y = unit if book.basis is None else unit @ book.basis.to(unit.dtype)
+    bits = book.bits.to(y.dtype)
+    z = torch.where(bits > 0, torch.floor(y / book.steps.to(y.dtype).clamp_min(_tiny(y))), 0)
+    return (z + torch.exp2(bits - 1).floor()).clamp(torch.zeros_like(bits), torch.exp2(bits) - 1).to(torch.uint8)
+
+
+def _values(codes: Tensor, book: Book, dtype: torch.dtype) -> Tensor:
+    """The inverse: rows of the middles of each code's interval."""
+    half = torch.exp2(book.bits.to(dtype) - 1).floor()
+    y = torch.where(book.bits > 0, (codes.to(dtype) + 0.5 - half) * book.steps.to(dtype), 0)
+    return y if book.basis is None else y @ book.basis.to(dtype).T
+
+
+def _tiny(x: Tensor) -> float:
+    return torch.finfo(x.dtype).tiny
+
+
+def _block(width: int) -> int:
+    """Of the rotation: the largest power of two in a row's width, so that no block reaches over a row's end; at most
+    1,024, and 128 where it would be small."""
+    part = math.gcd(width, 1024)
+    return part if part >= 64 else 128

@@ -1,0 +1,68 @@
+"""A transform's book from what was sent: second moments of rows, their eigenvectors, and bits by water-filling.
+
+    C = mean over rows of uuᵀ, u = x/rms(x) ;  V Λ Vᵀ = C
+    the k-th bit of component i saves λ_i·(E(k−1) − E(k))           E(b): the error of a normal variable with b bits
+
+All bits of a row go where they save most, one after the other (greedily, which is optimal, since each further bit of a
+component saves less).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.lowrank import matrix_shape
+from thinwire.codecs.transform import STEP, Book, Transform
+
+LOOKED_AT = 2048  # rows of a message, at most
+LEAST = 1e-12  # a variance, beside those of unit rows
+ERROR = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000304, 0.0000877)  # mean square, with STEP
+
+
+@dataclass
+class Moments:
+    """Sums over messages. products: float32[d, d], of mean uuᵀ. count: float32[], of messages."""
+
+    products: Tensor
+    count: Tensor
+
+    @staticmethod
+    def of(x: Tensor) -> Moments:
+        """Of one message: x as a codec is given it."""
+        rows = x.detach().reshape(matrix_shape(tuple(x.shape)))
+        rows = rows[:: max(1, -(-len(rows) // LOOKED_AT))].float()
+        rms = rows.square().mean(1, keepdim=True).sqrt()
+        unit = torch.where(rms > 0, rows / rms, 0)
+        return Moments(unit.T @ unit / max(len(unit), 1), torch.ones((), device=x.device))
+
+    def plus(self, other: Moments | None) -> Moments:
+        """With another's, if it is of the same width."""
+        if other is None or other.products.shape != self.products.shape:
+            return self
+        return Moments(self.products + other.products, self.count + other.count)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """For checkpoints."""
+        return {"products": self.products, "count": self.count}
+
+    @staticmethod
+    def read(state: Mapping[str, Tensor]) -> Moments:
+        """From `tensors()`."""
+        return Moments(state["products"].clone(), state["count"].clone())
+
+
+def fit(codec: Transform, moments: Moments) -> Book:
+    """The book of a codec for rows like those seen. Waits for a card."""
+    covariance = moments.products / moments.count
+    basis = torch.linalg.eigh(covariance)[1].flip(1).to(torch.bfloat16).float()  # as the other end has it
+    variances = (basis * (covariance @ basis)).sum(0).clamp_min(LEAST)
+    error = torch.tensor(ERROR, device=basis.device)
+    saved = variances[:, None] * (error[:-1] - error[1:])
+    taken = torch.zeros(saved.numel(), dtype=torch.int64, device=basis.device)
+    taken[saved.reshape(-1).topk(min(codec.row_bits(len(basis)), saved.numel())).indices] = 1
+    bits = taken.view(saved.shape).sum(-1)
+    return Book.of(basis, torch.tensor(STEP, device=basis.device)[bits] * variances.sqrt(), bits)

@@ -42,10 +42,10 @@ def is_checked(local: LocalSteps) -> bool:
     return dist.get_rank() == 0
 
 
-def nesterov(anchor: Tensor, mean: Tensor, velocity: Tensor) -> Tensor:
-    """v ← 0.9 v + Δ ;  anchor ← anchor − 0.7 (Δ + 0.9 v), rounded as torch does. The velocity is changed in place."""
-    velocity.mul_(0.9).add_(mean)
-    return anchor.add(mean.add(velocity, alpha=0.9), alpha=-0.7)
+def nesterov(anchor: Tensor, mean: Tensor, velocity: Tensor, momentum: float = 0.9, lr: float = 0.7) -> Tensor:
+    """v ← µ v + Δ ;  anchor ← anchor − lr (Δ + µ v), rounded as torch does. The velocity is changed in place."""
+    velocity.mul_(momentum).add_(mean)
+    return anchor.add(mean.add(velocity, alpha=momentum), alpha=-lr)
 
 
 def diloco_is_the_published_algorithm() -> None:
@@ -162,26 +162,39 @@ def _sent(residuals: Residuals, site: int, name: str, moved: Tensor, values_code
 
 def sparseloco_is_the_published_algorithm() -> None:
     """arXiv 2508.15706: error feedback, top 64 of every tile, two bits, plain SGD outside."""
-    _without_momentum("sparseloco", bin_means)
-
-
-def ours_is_its_formula() -> None:
-    _without_momentum("local-max", two_levels)
-
-
-def _without_momentum(preset: str, values_code) -> None:
     size = dist.get_world_size()
-    model, local, steps = site_of(preset, 1, delay=0)
+    model, local, steps = site_of("sparseloco", 1)
     if not is_checked(local):
         return
     sites, residuals = Sites(size, HIDDEN), {}
     for step in range(1, steps + 1):
         sites.train(step)
         for name in sites.anchor:
-            mean = sites.mean(name, lambda site, x, name=name: _sent(residuals, site, name, x, values_code))
+            mean = sites.mean(name, lambda site, x, name=name: _sent(residuals, site, name, x, bin_means))
             sites.anchor[name] = sites.anchor[name] - mean
             for site in range(size):
                 sites.weights(site)[name].copy_(sites.anchor[name])
+    check_equal("weights", trained(model), sites.weights(0), tolerance=1e-4)
+    check(local.summary().ratio > 20, f"one step per round: {local.summary()}")
+
+
+def ours_is_its_formula() -> None:
+    """Of u = anchor − θ the largest are sent; what is left of it, times 0.95, stays in the site: θ = anchor − e."""
+    size = dist.get_world_size()
+    model, local, steps = site_of("local-max", 1, delay=0)
+    if not is_checked(local):
+        return
+    sites = Sites(size, HIDDEN)
+    velocity = {name: torch.zeros_like(a) for name, a in sites.anchor.items()}
+    for step in range(1, steps + 1):
+        sites.train(step)
+        for name, anchor in sites.anchor.items():
+            away = [anchor - sites.weights(site)[name] for site in range(size)]
+            sent = [sparse(u, two_levels) if u.dim() else u for u in away]
+            mean = sum(sent[1:], start=sent[0]) / size
+            sites.anchor[name] = nesterov(anchor, mean, velocity[name], momentum=0.5, lr=1.0)
+            for site in range(size):
+                sites.weights(site)[name].copy_(sites.anchor[name] - 0.95 * (away[site] - sent[site]))
     check_equal("weights", trained(model), sites.weights(0), tolerance=1e-4)
     check(local.summary().ratio > 20, f"one step per round: {local.summary()}")
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import socket
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.planner.flows import GOAL, INITIAL, MOST, choose_streams, one_flow, slow_start
+from thinwire.distributed import packets
+from thinwire.planner.flows import GOAL, INITIAL, MOST, choose_streams, one_flow, slow_start, under_way
 from thinwire.planner.schedule import generate
+from thinwire.planner.simulate import simulate
 from thinwire.planner.step import Send, Traffic
 from thinwire.train.tune import timing
 from thinwire.train.tune.measured import Measured
@@ -113,6 +118,51 @@ def test_a_silence_is_as_long_as_the_simulated_step_leaves_it() -> None:
 
     assert first(0.01, True) == first(1.0, False) == pytest.approx(8 * 5e4 / 1e8)
     assert first(1.0, True) > 0.1 > first(0.01, True)
+
+
+def test_loss_holds_windows_down() -> None:
+    """From what is usually under way on, a window grows by a packet per round trip; BBR knows no such limit."""
+    usual = under_way(0.1, 1e-3, "reno")
+    assert usual == pytest.approx(one_flow(0.1, 1e-3, "reno") * 0.1 / 8)
+    assert math.isinf(under_way(0.1, 1e-3, "bbr")) and math.isinf(under_way(0.1, 0.0, "reno"))
+    seconds = [slow_start(440_000, 1e8, 0.1, streams, 60.0, usual=usual) for streams in (1, 8)]
+    assert seconds[0] > 0.9 > 0.3 > seconds[1], "one flow takes ten round trips, eight take three"
+    assert slow_start(440_000, 1e8, 0.1, silence=60.0) == slow_start(440_000, 1e8, 0.1, silence=60.0, usual=math.inf)
+
+
+def test_a_lossy_link_is_simulated_by_its_windows() -> None:
+    """Its rate is the best that was seen; an exchange takes no longer than its bytes do there, and what TCP adds."""
+    levels = dict.fromkeys(("forward", "backward", "gradient", "embedding"), 0)
+    ways = {"forward": [7e6, 0.0], "backward": [0.0, 4e7]}
+    clean = Measured(
+        [0.03] * 2, [0.05] * 2, ways, {way: [0.05] * 2 for way in ways}, {way: [25_000.0] for way in ways},
+        {way: [[0.0, 0.0]] for way in ways}, {"gradient": [[0.7, 0.7]]}, {"gradient": [[0.05, 0.05]]},
+        burst={"gradient": [[440_000.0] * 2]}, slowest=[7e6, 0.05],
+    )  # fmt: skip
+    lossy = clean.with_loss(1e-3, under_way(0.1, 1e-3, "reno"))
+    assert lossy.rate == {"forward": [4e7, 0.0], "backward": [0.0, 4e7]} and lossy.slowest == [4e7, 0.05]
+    assert lossy.exchange["gradient"] == [[pytest.approx(0.05 + 8 * 440_000 / 4e7)] * 2]
+    steps = [
+        simulate(some.step(generate("1F1B", 2, 4), levels)).makespan for some in (lossy, replace(lossy, streams=8))
+    ]
+    assert steps[0] > 1.5 * steps[1]
+
+
+def test_packets_of_this_process_are_counted() -> None:
+    """Those of its TCP connections, and no descriptor is left open; a round counts no more than a few sent again."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        other, _ = server.accept()
+        with other:
+            opened, count = len(os.listdir("/proc/self/fd")), packets.LossCount()
+            with count.round():
+                for _ in range(5):
+                    one.sendall(b"x" * 1000)
+                    other.recv(1000, socket.MSG_WAITALL)
+            assert count.packets >= 5 and count.lost == 0 and count.share == 0
+            assert len(os.listdir("/proc/self/fd")) == opened
+    with mock.patch.object(packets, "of_this_process", side_effect=[(0, 0), (500, 1000)]), count.round():
+        pass
+    assert count.lost == packets.MOST and 0 < count.share < 0.01
 
 
 def test_a_rank_that_trains_nothing_has_no_optimiser_to_time() -> None:

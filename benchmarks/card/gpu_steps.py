@@ -40,7 +40,7 @@ LONGEST = 4.5  # seconds that the bytes of a cell may take
 AUTO = {"auto, 10 Gbit/s": "10gbit", "auto, no limit": "unlimited"}  # chooses at this rate, and is timed at it
 WARM_UP = 16, 4  # steps until it has chosen; others
 BATCHES = 16  # different ones: residuals of one gradient again and again would grow as no training's do
-TRACED = "1gbit"  # the rate at which one more step is traced
+TRACED = ("max", "1gbit"), ("low rank 4, one unit", "1gbit")  # where one more step is traced
 LINK = 32 << 20  # bytes of the all-reduce that says what a link carries
 
 
@@ -176,7 +176,7 @@ def measure_way(
         left = sent if rate == "unlimited" else left
         skips = 0 if cell.handle is None else cell.handle.skips
         write(row | {"step_s": statistics.median(took), "each_s": took, "bytes": sent, "skips": skips})
-        if rate == TRACED and device.type == "cuda" and floor < 1:
+        if (way, rate) in TRACED and device.type == "cuda":
             write({"kind": "trace", "method": way, "rate": rate} | trace_of(cell))
 
 

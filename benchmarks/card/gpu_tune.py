@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from gpu_tune_ways import Way, ways
+from gpu_tune_ways import Way, is_few, ways
 from torch import Tensor
 
 from thinwire.codecs import frame
@@ -186,12 +186,10 @@ def _compare_one(number: int) -> dict:
     return compare(list(ways())[number], "cuda")
 
 
-def measure(options: argparse.Namespace, write: Callable[[dict], None], done: set, until: float) -> None:
-    every = [way for way in ways() if not options.only or any(text in way.kernel for text in options.only)]
-    names = {(way.kernel, way.how, str(way.dtype)[6:]) for way in every}
-    keys = [(way.kernel, way.how, str(way.dtype)[6:]) for way in ways()]
-    left = [i for i, key in enumerate(keys) if key in names and ("equal", *key) not in done]
-    wrong, compared = set(), {key for key in keys if ("equal", *key) in done}
+def compare_all(
+    options: argparse.Namespace, write: Callable[[dict], None], left: list[int], compared: set, wrong: set, until: float
+) -> None:
+    """Ways by their number; `compared` and `wrong` get their names."""
     with multiprocessing.get_context("spawn").Pool(options.parallel) as pool:
         rows = pool.imap_unordered(_compare_one, left)
         for _ in left:
@@ -204,7 +202,20 @@ def measure(options: argparse.Namespace, write: Callable[[dict], None], done: se
             if not row["equal"]:
                 wrong.add((row["kernel"], row["how"], row["dtype"]))
         pool.terminate()
-    print(f"compared {len(compared)} of {len(left)} ways, {len(wrong)} differ", flush=True)
+    print(f"compared {len(compared)} ways, {len(wrong)} differ", flush=True)
+
+
+def measure(options: argparse.Namespace, write: Callable[[dict], None], done: set, until: float) -> None:
+    every = [way for way in ways() if not options.only or any(text in way.kernel for text in options.only)]
+    every = [way for way in every if not options.few or is_few(way)]
+    names = {(way.kernel, way.how, str(way.dtype)[6:]) for way in every}
+    keys = [(way.kernel, way.how, str(way.dtype)[6:]) for way in ways()]
+    left = [i for i, key in enumerate(keys) if key in names and ("equal", *key) not in done]
+    wrong, compared = set(), {key for key in keys if ("equal", *key) in done}  # done: without those that raised
+    if not options.no_compare:
+        compare_all(options, write, left, compared, wrong, until)
+    if options.compare_only:
+        return
     if ("host", "", "", "") not in done and not options.no_host:
         for row in host_rows():
             write(row)
@@ -235,6 +246,9 @@ def main() -> int:
     parser.add_argument("--timing", type=float, default=35.0, help="seconds of the budget left for timing")
     parser.add_argument("--parallel", type=int, default=14)
     parser.add_argument("--only", nargs="*", default=[], help="kernels whose name holds one of these")
+    parser.add_argument("--few", action="store_true", help="the library's own way of each, and those still in question")
+    parser.add_argument("--compare-only", action="store_true", help="compile and compare, time nothing")
+    parser.add_argument("--no-compare", action="store_true", help="time what was compared before")
     parser.add_argument("--no-host", action="store_true", help="leave out what calls cost the host")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table", action="store_true")

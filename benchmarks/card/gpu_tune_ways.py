@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from thinwire.kernels.gpu import checksum as gpu_checksum
 from thinwire.kernels.gpu import delta as gpu_delta
@@ -37,6 +38,10 @@ def shaped(width: int, tile: int, warps: int, registers: int | None, least_rows:
     return f"width {width} tile {tile} warps {warps} registers {registers}", chosen
 
 
+def index_add(out: Tensor, index: Tensor, values: Tensor) -> Tensor:
+    return out.index_add_(0, index, values)
+
+
 def ways() -> Iterator[Way]:
     """The library's own first, of each kernel."""
     for dtype in (F32, BF16):
@@ -47,6 +52,7 @@ def ways() -> Iterator[Way]:
                 module = gpu_sign if name == "encode sign" else gpu_delta if "delta" in name else gpu_quantize
                 yield Way(name, how, dtype, ((module, "encode_tiling", chosen),))
         yield Way("scatter add 1 %", "own", dtype, ())
+        yield Way("scatter add 1 %", "torch's", dtype, ((gpu_select, "scatter_add", index_add),))
         for size, warps in ((128, 1), (256, 2), (256, 4), (512, 8), (1024, 4), (1024, 8), (2048, 4)):
             patches = (gpu_select, "ADD", size), (gpu_select, "ADD_WARPS", warps)
             yield Way("scatter add 1 %", f"size {size} warps {warps}", dtype, patches)
@@ -71,6 +77,22 @@ def ways() -> Iterator[Way]:
     for size, warps in ((256, 2), (256, 4), (512, 4), (512, 8), (1024, 8), (128, 4)):
         patches = (gpu_indices, "BYTES", size), (gpu_indices, "WARPS", warps)
         yield Way("decode indices 1 %", f"bytes {size} warps {warps}", F32, patches)
+
+
+QUESTIONS = (
+    "by a sample at any size", "over all values", "torch's", "rows 8 warps 4 programs 1056",
+    "rows 4 warps 4 programs 1056", "rows 4 warps 8 programs 1056", "rows 2 warps 8 programs 1056", "size 256 warps 4",
+    "size 1024 warps 8", "bytes 256 warps 4", "bytes 512 warps 8", "width 32 tile 1024 warps 1 registers 64",
+    "width 64 tile 2048 warps 2 registers 64",
+)  # fmt: skip
+
+
+def is_few(way: Way) -> bool:
+    """The library's own, and what may be better."""
+    if way.how == "own":
+        return "mse" not in way.kernel  # which takes long to compile
+    settled = "3 bits" in way.kernel or way.kernel == "inspect" or ("stochastic" in way.kernel and way.dtype == F32)
+    return way.how in QUESTIONS and not settled
 
 
 WIDE = [(w, t, n, r) for w in (32, 64) for t, n, r in ((2048, 2, 64), (2048, 4, 64), (4096, 4, 64), (4096, 4, None))]

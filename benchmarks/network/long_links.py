@@ -41,7 +41,7 @@ WIRES: dict[str, dict[str, Any]] = {
     "rows": {"preset": "max", "embedding": {"collective": "quantized", "bits": 4, "sync": "rows"}},
 }
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "1F1B": {}, "Interleaved1F1B": {"virtual": 2}, "ZBVZeroBubble": {}, "DualPipeV": {},
+    "Interleaved1F1B": {"virtual": 2}, "ZBVZeroBubble": {}, "DualPipeV": {}, "1F1B": {},
 }  # fmt: skip
 TWO_HOPS = {"collective": "quantized", "bits": 4, "memory": "error_feedback", "hops": 2}
 VARIANTS = ("now", "two hops", "receives late", "gradients late", "one unit at a time", "no checksums")
@@ -141,21 +141,27 @@ def jobs(trees: Path | None, quick: bool) -> list[Job]:
         long, short, middle = [("100mbit", "5ms")], [], []
     cell = partial(predicted, quick=quick)
     eight, lossy = cell("max", streams=8), [cell("max", streams=n, steps=16) for n in (8, 1)]
-    out = [training("predict", *long[0], [cell("rows"), eight, cell("max")])]
+    again = [cell("max", streams=n, steps=16, repeat=1) for n in (1, 8)]
+    out = [training("predict", *long[0], [cell("max"), cell("off")], slow_start_after_idle=False)]
+    out.append(training("loss", *long[0], again[:1], loss="0.1%"))
+    out += [] if quick else [training("loss", "100mbit", "20ms", again, loss="0.1%")]
+    out += [by_microbatches(*long[0], quick), by_schedule(*(short or long)[0], quick)]
+    out.append(training("predict", *long[0], [cell("max", repeat=1), cell("fused")]))
+    out += [training("predict", *link, [cell("rows", repeat=1), eight]) for link in middle[1:]]
+    out.append(training("predict", *long[0], [cell("rows"), eight, cell("max")]))
     out.append(training("loss", *long[0], lossy, loss="0.1%"))
     out.append(training("loss", *long[0], lossy[1:], loss="0.1%", congestion="bbr"))
     out += [opening(quick), training("predict", *long[-1], [cell("rows"), eight])]
     out += [training("predict", *link, [cell("rows"), eight]) for link in middle]
-    out.append(training("predict", *long[0], [cell("max"), cell("off")], slow_start_after_idle=False))
     out += [training("predict", *link, [cell("rows"), eight]) for link in short]
-    out.append(training("predict", *long[0], [cell("rows", streams=8), cell("off", streams=8), cell("fused")]))
+    out.append(training("predict", *long[0], [cell("rows", streams=8), cell("off", streams=8)]))
     out += [training("loss", "100mbit", "20ms", lossy, loss="0.1%")] if not quick else []
     out += [training("predict", *link, [cell("rows", streams=8), cell("bf16", streams=8)]) for link in middle]
     out.append(training("predict", *long[0], [cell("max", repeat=n) for n in (1, 2)]))
     out += [training("loss", "100mbit", "0ms", lossy[1:], loss="0.1%")] if not quick else []
     out += [training("predict", *link, [cell(w) for w in ("off", "bf16", "max")]) for link in long + short + middle]
-    out += [by_microbatches(*link, quick) for link in (long[0], *middle[:1], *short)]
-    out += [by_schedule(*link, quick) for link in (middle[1:] + short[:1] or long)]
+    out += [by_microbatches(*link, quick) for link in (*middle[:1], *short)]
+    out += [by_schedule(*link, quick) for link in middle[1:]]
     orders = [VARIANTS, VARIANTS[::-1]]
     changes = [
         training("variants", "20mbit", "0ms", [cold(name, at, quick) for name in order])

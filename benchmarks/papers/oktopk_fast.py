@@ -7,6 +7,8 @@ counted as it sends them (tests/test_benchmarks_oktopk.py compares both over man
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -75,7 +77,7 @@ class AllAtOnce:
         if again:
             self.overall = pooled_threshold(sums, self.k, None).view(1)
         passed = sums.abs() >= self.overall
-        regions = list(zip(self.bounds, self.bounds[1:]))
+        regions = list(pairwise(self.bounds))
         held = torch.stack([passed[a:b].sum() for a, b in regions])
         selected = torch.stack([chosen[:, a:b].sum(1) for a, b in regions], 1)
         self.local, self.overall = self._nudged(self.local, selected.sum(1)), self._nudged(self.overall, held.sum())
@@ -87,8 +89,11 @@ class AllAtOnce:
     def sent(self) -> list[float]:
         """Bytes of entries per worker so far; counts and histograms, some 1.7 kB per step, are left out."""
         total = [self.exact_bytes] * self.size
-        for selected, held, shift in self.counts:
-            for worker, nbytes in enumerate(sent_of(selected.tolist(), held.tolist(), shift)):
+        if not self.counts:
+            return total
+        selected, held = (torch.stack(found).tolist() for found in list(zip(*self.counts))[:2])  # one wait each
+        for chosen, passed, (_, _, shift) in zip(selected, held, self.counts):
+            for worker, nbytes in enumerate(sent_of(chosen, passed, shift)):
                 total[worker] += nbytes
         return total
 
@@ -120,7 +125,7 @@ class AllAtOnce:
     def _sums(self, sparse: Tensor) -> Tensor:
         """Every region's owner adds its own entries, then those of the members before it in rotation."""
         sums = torch.empty(self.n, device=sparse.device)
-        for region, (a, b) in enumerate(zip(self.bounds, self.bounds[1:])):
+        for region, (a, b) in enumerate(pairwise(self.bounds)):
             owner = (region + self.shift) % self.size
             sums[a:b] = sparse[owner, a:b]
             for step in range(1, self.size):
@@ -153,7 +158,7 @@ def sent_of(selected: list[list[int]], held: list[int], shift: int) -> list[int]
             kept = max(0, min(start + count, cuts[region + 1]) - max(start, cuts[region]))
             sent[owner[region]] += count - kept
             start += count
-        shares = [b - a for a, b in zip(cuts, cuts[1:])]
+        shares = [b - a for a, b in pairwise(cuts)]
     for region, count in enumerate(shares):
         sent[owner[region]] += (size - 1) * count
     return [ENTRY * count for count in sent]

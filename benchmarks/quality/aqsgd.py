@@ -31,7 +31,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or a question abo
 
 import torch
 from aqsgd_table import tables
-from aqsgd_tasks import TASKS, WIRES, config, tiny_sentences
+from aqsgd_tasks import TASKS, THREE, WIRES, config, tiny_sentences
 from gpu_pipeline import shared_card
 
 from thinwire.bench.one_process.training import OneProcess
@@ -78,7 +78,8 @@ def train(job: Job, place: Place) -> dict[str, Any] | None:
     found = {
         **job._asdict(), "steps": run.steps, "epoch": run.epoch, "last_loss": loss, "bytes": sent,
         **{key: [one[key] for one in evals] for key in evals[0]}, "seconds": time.perf_counter() - began,
-        "samples": len(run.samples.train), "held_out_samples": len(run.samples.held_out),
+        "microbatches": given.mesh.microbatches, "samples": len(run.samples.train),
+        "held_out_samples": len(run.samples.held_out),
     }  # fmt: skip
     del run
     gc.collect()
@@ -120,6 +121,7 @@ class Schedule:
                 best = min(sweep, key=lambda job: self.found[job]["held_out"][-1])
                 seeds = QUICK["seeds"] if self.quick else TASKS[task].seeds
                 jobs += [Job(task, wire, seed, best.rate) for seed in range(seeds) for wire in self.wires(task, seed)]
+        jobs.sort(key=lambda job: job.seed > 0 and job.wire not in THREE)  # these have all seeds first
         new = [job for job in dict.fromkeys(jobs) if job not in self.begun]
         self.begun |= {*new}
         return new
@@ -130,9 +132,9 @@ def run_all(args: argparse.Namespace, places: dict[str, Place], path: Path) -> N
     card = shared_card(args.device) if args.device == "cuda" else nullcontext()
     with card, workers(args, places) as pool:
         waiting: set[Future[Any]] = {pool.submit(train, job, places[job.task]) for job in schedule.next()}
-        if args.device == "cuda":
+        if args.device == "cuda" and len(waiting) < args.parallel:
             names = [name for name in WIRES if any(name in schedule.wires(task) for task in places)]
-            for _ in range(max(1, args.parallel - len(waiting))):
+            for _ in range(args.parallel - len(waiting)):
                 waiting.add(pool.submit(warm, names, 384, args.device))
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)

@@ -17,13 +17,18 @@ from typing import Any
 
 from frontier_jobs import ORDER, SITES
 from local_frontier import done
+from stacked_run import PER_STEP
+from stacked_sites import per_step_wire, table_of
+
+from thinwire.collectives import Dense, Gather, TwoHop
+from thinwire.local_steps.schedule import Schedule
 
 Row = dict[str, Any]
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # by the number of seeds
 RATES = (10e6, 100e6, 300e6)  # bits per second
 LATENCY = 0.05  # seconds, one way
 EXACT = "fp32 per step"
-HOPS = {"gather": 1, "two_hop": 2, "dense": 2 * (SITES - 1)}  # latencies of a round that follow one another
+HOPS = {Gather: 1, TwoHop: 2, Dense: 2 * (SITES - 1)}  # latencies of a round that follow one another
 Kind = tuple[str, int, int, bool]  # method, sites, H, sites have text of their own
 
 
@@ -147,18 +152,16 @@ def steps_to(row: Row, target: float) -> float | None:
 
 def step_seconds(row: Row, rate: float, computing: float, share: float = 1.0) -> float:
     """A step with its part of the rounds; `share` of the bytes that were counted (bf16 per step sends half of fp32)."""
-    every = max(1, row["every"])
-    rounds = row["steps"] / every
-    wire = row["table"].get("wire", {})
-    known = {"diloco": "dense", "streaming-diloco": "gather", "sparseloco": "gather", "local-max": "gather"}
-    how = known.get(row["table"].get("preset", ""), "dense")
-    if row["method"] == "4 bits per step":
-        how = "two_hop"
-    elif isinstance(wire, dict) and wire:
-        how = wire["gradient"]["collective"]
-    one = share * 8 * row["bytes"] / rounds / rate + HOPS[how] * LATENCY
-    delay = row["table"].get("delay", 1 if row["table"].get("preset") in ("streaming-diloco", "local-max") else 0)
-    return computing + max(0.0, one - delay * computing) / every
+    rounds, delay, reduction = row["steps"] / max(1, row["every"]), 0, per_step_wire("off")
+    if row["table"]:
+        settings = table_of(row["table"], row["every"])
+        schedule, delay = Schedule.of(settings), settings.delay
+        rounds = sum(len(schedule.sent(step)) for step in range(1, row["steps"] + 1))
+        reduction = settings.wire.gradient or reduction
+    elif row["method"] in PER_STEP:
+        reduction = per_step_wire(PER_STEP[row["method"]])
+    one = share * 8 * row["bytes"] / rounds / rate + HOPS[type(reduction.collective)] * LATENCY
+    return computing + max(0.0, one - delay * computing) * rounds / row["steps"]
 
 
 def times(rows: list[Row], computing: float, tolerance: float) -> list[str]:
@@ -194,7 +197,7 @@ def _said(seconds: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder of frontier.jsonl")
+    parser.add_argument("out", type=Path, help="folder of frontier.jsonl, or such a file")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--tuned", action="store_true", help="what the tuning found")
     parser.add_argument("--figure", type=Path)
@@ -202,7 +205,7 @@ def main() -> None:
     parser.add_argument("--times", type=float, metavar="SECONDS", nargs="?", const=0.0, help=said)
     parser.add_argument("--tolerance", type=float, default=1.0, help="percent over fp32's loss, for --times")
     options = parser.parse_args()
-    rows = done(options.out / "frontier.jsonl")
+    rows = done(options.out / "frontier.jsonl" if options.out.is_dir() else options.out)
     if options.tuned:
         print("\n".join(tuned(rows)))
     if options.table:

@@ -3,8 +3,9 @@
     python benchmarks/quality/real_model.py --model DIR --text FILE [--wires off,max] [--seeds 0,1,2] [--rates 1e-4]
         [--epochs 2] [--mesh 1x4] [--device cuda] [--parallel 3] [--out out/real] [--quick]
 
-dp 1 × pp 4 (or --mesh) on hosts of the lab without a limit, batch 16, samples of 256 tokens, a tenth held out. A seed is that of
-the order of samples, the same for all wires. Runs that are done already are not done again: call it again to go on.
+dp 1 × pp 4 (or --mesh) on hosts of the lab without a limit, batch 16, samples of 256 tokens, a tenth held out. A seed
+is that of the order of samples, the same for all wires. Runs that are done already are not done again: call it again
+to go on.
 --quick trains a tiny random model on Python's library instead, to see that it works.
 """
 
@@ -77,15 +78,8 @@ def held_out(args: argparse.Namespace, wire: str, seed: int, rate: float) -> lis
     if not (folder / "done").exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "given.toml").write_text(toml(document(args, wire, seed, rate, folder / "run")))
-        words = [
-            sys.executable,
-            "-m",
-            "thinwire",
-            "train",
-            str(folder / "given.toml"),
-            "--local",
-            str(args.mesh[0] * args.mesh[1]),
-        ]
+        ranks = str(args.mesh[0] * args.mesh[1])
+        words = [sys.executable, "-m", "thinwire", "train", str(folder / "given.toml"), "--local", ranks]
         subprocess.run(["rm", "-rf", str(folder / "run")], check=True)
         with (folder / "log").open("w") as log:
             subprocess.run(words, stdout=log, stderr=log, check=True)

@@ -166,6 +166,11 @@ def all_reduce_steps(x: Tensor, group: Group) -> Steps[Tensor]:
     return out
 
 
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """A few values of the host's on a device; a card's stream fetches them, and the host does not wait for it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
 def _sum(parts: list[Tensor]) -> Tensor:
     total = parts[0].clone()
     for part in parts[1:]:

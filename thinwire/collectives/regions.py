@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.codecs.entries import Entries
 from thinwire.collectives.groups import Group, world
-from thinwire.collectives.messages import BUCKET, Swap, gather, swap
+from thinwire.collectives.messages import BUCKET, Swap, gather, swap, upload
 from thinwire.collectives.sums import large_unit, may_overflow
 from thinwire.kernels import select
 
@@ -31,7 +31,7 @@ def region_bounds(n: int, size: int) -> list[int]:
 
 def edges_of(index: Tensor, bounds: list[int]) -> Tensor:
     """int64[P + 1]: where among ascending indices each region begins, and the last one ends."""
-    return torch.searchsorted(index, torch.tensor(bounds, device=index.device))
+    return torch.searchsorted(index, upload(torch.tensor(bounds), index.device))
 
 
 def cut(picked: Picked, bounds: list[int], edges: list[int]) -> list[Picked]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from thinwire.collectives.base import State
 from thinwire.collectives.groups import Group, world
-from thinwire.collectives.messages import all_reduce, gather
+from thinwire.collectives.messages import all_reduce, gather, upload
 from thinwire.collectives.regions import Picked
 from thinwire.kernels import select
 
@@ -95,7 +95,7 @@ def pick_sums(region: Tensor, k: int, state: State, group: Group, fresh: bool) -
         step = math.log(RATIO) / slope
         grid = (float(state["th_g"]) * torch.exp(step * (torch.arange(GRID) - GRID // 2))).clamp(min=SMALLEST)
         above = _above_padded if is_on_card(region) else _above
-        picked, place, counts = above(region, grid.to(region.device), group, ROOM * k)
+        picked, place, counts = above(region, upload(grid, region.device), group, ROOM * k)
         table = counts.tolist()  # on a card the one wait
         total = [sum(column) for column in zip(*table)]
         best = min(range(GRID), key=lambda j: (abs(math.log(max(total[j], 0.5) / k)), -j))

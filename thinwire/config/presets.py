@@ -129,8 +129,9 @@ LOCAL_PRESETS: dict[str, dict[str, Any]] = {
         },
         "every": 30, "outer_lr": 1.0, "momentum": 0.0, "nesterov": False,
     },
-    # ours: as SparseLoCo, two magnitudes that fit each tile's values best, coded indices, and sending hidden behind a
-    # step; what was learnt meanwhile is carried over whole
+    # ours: the same share of every tile, with two magnitudes that fit its values best and coded indices. What was not
+    # sent stays in the site's weights, which are drawn to the anchor by the decay; Nesterov outside; and sending hidden
+    # behind a step: what was learnt meanwhile is carried over whole
     "local-max": {
         "wire": {
             "gradient": {
@@ -138,7 +139,7 @@ LOCAL_PRESETS: dict[str, dict[str, Any]] = {
                 "memory": {"memory": "error_feedback", "decay": 0.95}, "exact_dims": 0,
             }
         },
-        "every": 30, "delay": 1, "outer_lr": 1.0, "momentum": 0.0, "nesterov": False,
+        "every": 30, "delay": 1, "keep": 1.0, "outer_lr": 1.0, "momentum": 0.5,
     },
 }  # fmt: skip
 KEYS = ("preset", "forward", "backward", "gradient", "embedding", "auto", "streams")

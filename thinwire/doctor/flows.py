@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from thinwire.distributed.packets import counted
 from thinwire.doctor import connection
 from thinwire.doctor.connection import VERSION, Connection, ProtocolError, flag, number, plain, reach, speed, whole
 
@@ -24,8 +24,6 @@ MOST = 32_000_000  # bytes each way, all flows together
 LONGEST = 3.0  # seconds of it
 GRACE = 1.0  # seconds that a sender goes on for: the receiver begins to count when the first byte arrives
 FASTEST = 1e15  # bits per second that are believed
-_TOTAL_RETRANS, _DATA_SEGS_OUT = 100, 156  # bytes into Linux's struct tcp_info
-_INFO = 160
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def transfer(flows: list[socket.socket], send: bool, receive: bool) -> tuple[flo
     while sending or receiving:
         now = time.perf_counter()
         if now > began + LONGEST / 2 and half == (0, 0):
-            half = _sent(flows)
+            half = counted(flows)
         if sent >= MOST or now > began + LONGEST + GRACE:
             sending.clear()
         first = marks[1][0] if len(marks) > 1 else began + GRACE
@@ -153,18 +151,7 @@ def transfer(flows: list[socket.socket], send: bool, receive: bool) -> tuple[flo
             raise ProtocolError("a flow was closed early")
         if came:
             marks.append((time.perf_counter(), marks[-1][1] + sum(came)))
-    return (speed(marks[1:]) if receive else None), (_share(half, _sent(flows)) if send else None)
-
-
-def _sent(flows: list[socket.socket]) -> tuple[int, int]:
-    """(packets sent again, packets of data sent) so far, as TCP counts them; zeros where the kernel does not tell."""
-    again = data = 0
-    for flow in flows:
-        info = flow.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256) if hasattr(socket, "TCP_INFO") else b""
-        if len(info) >= _INFO:
-            again += struct.unpack_from("I", info, _TOTAL_RETRANS)[0]
-            data += struct.unpack_from("I", info, _DATA_SEGS_OUT)[0]
-    return again, data
+    return (speed(marks[1:]) if receive else None), (_share(half, counted(flows)) if send else None)
 
 
 def _share(before: tuple[int, int], after: tuple[int, int]) -> float | None:

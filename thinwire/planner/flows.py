@@ -30,12 +30,18 @@ def one_flow(rtt: float, loss: float, congestion: str, window: float = WINDOW) -
     if rtt <= 0:
         return math.inf
     by_window = 8 * window / rtt
+    return min(by_window, 8 * under_way(rtt, loss, congestion) / rtt)
+
+
+def under_way(rtt: float, loss: float, congestion: str) -> float:
+    """Bytes that one flow has under way on average in the long run; infinity where nothing is lost, or loss is no sign
+    of congestion to it. The arguments: as of `one_flow`."""
     if loss <= 0 or congestion in LOSS_BLIND:
-        return by_window
-    packets = 1.22 / math.sqrt(loss)  # under way on average
+        return math.inf
+    packets = 1.22 / math.sqrt(loss)
     if congestion == "cubic":
         packets = max(packets, 1.054 * (rtt / loss) ** 0.75)
-    return min(by_window, 8 * MSS * packets / rtt)
+    return MSS * packets
 
 
 def choose_streams(rate: float, rtt: float, loss: float, congestion: str, window: float = WINDOW) -> int:
@@ -48,23 +54,27 @@ def choose_streams(rate: float, rtt: float, loss: float, congestion: str, window
 
 
 def slow_start(
-    nbytes: float, rate: float, rtt: float, streams: int = 1, silence: float = SILENCE, burst: float | None = None
+    nbytes: float, rate: float, rtt: float, streams: int = 1, silence: float = SILENCE, burst: float | None = None,
+    usual: float = math.inf,
 ) -> float:  # fmt: skip
     """Seconds by which the first messages after a silence take longer than at the link's rate.
 
     A connection sends a window of bytes, waits for the answer, sends twice as many, and so on, until the link is full.
     Linux lets it grow to twice what is under way. In a silence it falls to a half in every time-out (rtt + 200 ms)
-    after the first, to INITIAL at least.
+    after the first, to INITIAL at least. Where packets are lost, it doubles up to three quarters of what is usually
+    under way (ssthresh), and grows by a packet per round trip from there on.
     nbytes: of the messages together. streams: connections that they are cut over. silence: in seconds. burst: bytes
-    that were sent before the silence; None: as many. The others: as of `choose_streams`.
+    that were sent before the silence; None: as many. usual: what one flow has under way on average (`under_way`). The
+    others: as of `choose_streams`.
     """
     full = rate * rtt / 8
-    grown = 2 * min(nbytes if burst is None else burst, full)
+    threshold = 0.75 * usual * streams
+    grown = min(2 * min(nbytes if burst is None else burst, full), threshold)
     halved = min(64, max(0, math.ceil(silence / (rtt + TIMEOUT)) - 1))
     window = max(INITIAL * streams, grown / 2**halved)
     left, extra = nbytes, 0.0
     while left > window and window < full:
         extra += rtt - 8 * window / rate
         left -= window
-        window *= 2
+        window = min(2 * window, threshold) if window < threshold else window + MSS * streams
     return extra

@@ -15,7 +15,7 @@ from thinwire.kernels.gpu.scalar import golden, hash_start, hash_sum
 from thinwire.kernels.gpu.scratch import zero_counter
 from thinwire.kernels.random import split
 
-ROWS, WARPS = 8, 4  # a tile: so many times 16 bytes a thread
+ROWS, WARPS = 4, 4  # a tile: so many times 16 bytes a thread
 PROGRAMS = 2048  # at most
 COUNT = tl.constexpr(44)  # a sum of 2^11 residues has 43 bits: the number of programs that have added stands above
 KEYS = tuple(map(signed, split(layout.SEED)))

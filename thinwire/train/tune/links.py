@@ -26,6 +26,7 @@ from thinwire.collectives.messages import maximum
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_pass import MOST_IN_FLIGHT
+from thinwire.distributed.packets import LossCount
 from thinwire.planner.flows import LOSS_BLIND
 from thinwire.planner.network import LinkSpeed
 from thinwire.steps import finish_together
@@ -46,10 +47,12 @@ def restarts_slowly() -> bool:
     """Does a connection of this machine that was silent start slowly again? True where it cannot be told."""
     if not _TCP.exists():
         return True
-    after_idle, control = ((_TCP / f"tcp_{name}").read_text().strip() for name in (
-        "slow_start_after_idle", "congestion_control",
-    ))  # fmt: skip
-    return after_idle != "0" and control not in LOSS_BLIND
+    return (_TCP / "tcp_slow_start_after_idle").read_text().strip() != "0" and congestion_control() not in LOSS_BLIND
+
+
+def congestion_control() -> str:
+    """This machine's, of TCP; "reno", from which others descend, where it cannot be told."""
+    return (_TCP / "tcp_congestion_control").read_text().strip() if _TCP.exists() else "reno"
 
 
 def probe(group: dist.ProcessGroup | None, ahead: int, device: torch.device, streams: int = 1) -> LinkSpeed:
@@ -152,18 +155,20 @@ NOTHING = ExchangeCost(0.0, 0.0, 0.0, 0.0)
 
 def exchanges(
     shapes: Mapping[str, tuple[int, ...]], settings: Sequence[Reduction | None], group: dist.ProcessGroup | None,
-    device: torch.device, streams: int = 1,
+    device: torch.device, streams: int = 1, losses: LossCount | None = None,
 ) -> list[ExchangeCost]:  # fmt: skip
-    """Per setting (None: exact) what one exchange of tensors of these shapes costs. streams: as of `probe`."""
+    """Per setting (None: exact) what one exchange of tensors of these shapes costs. streams: as of `probe`. losses:
+    counts what is sent again meanwhile."""
     if not _values(shapes) or world(group)[0] == 1:
         return [NOTHING for _ in settings]
     flows = Flows(group, streams) if streams > 1 and device.type == "cpu" else None
     least = {name: _first_rows(shape, 1e-9) for name, shape in shapes.items()}
-    _, shortest = _exchange(least, EXACT, group, device, flows)
+    losses = losses or LossCount()
+    _, shortest = _exchange(least, EXACT, group, device, flows, LossCount())
     share = FEWEST / _values(shapes)
     while True:
         part = {name: _first_rows(shape, min(1.0, share)) for name, shape in shapes.items()}
-        exact = _exchange(part, EXACT, group, device, flows)
+        exact = _exchange(part, EXACT, group, device, flows, losses)
         if share >= 1 or exact[1] >= LONG_ENOUGH + MANY * shortest:
             break
         share *= MORE
@@ -172,7 +177,7 @@ def exchanges(
     factor = _values(shapes) / _values(part)
     costs = []
     for setting in settings:
-        sent, seconds = exact if setting is None else _exchange(part, setting, group, device, flows)
+        sent, seconds = exact if setting is None else _exchange(part, setting, group, device, flows, losses)
         transfer = factor * max(0.0, seconds - shortest)
         burst = factor * sent / (world(group)[0] - 1)
         costs.append(ExchangeCost(factor * sent, transfer + waiting, waiting, burst))
@@ -192,22 +197,24 @@ def _first_rows(shape: tuple[int, ...], share: float) -> tuple[int, ...]:
 
 def _exchange(
     shapes: Mapping[str, tuple[int, ...]], reduction: Reduction, group: dist.ProcessGroup | None, device: torch.device,
-    flows: Flows | None,
+    flows: Flows | None, losses: LossCount,
 ) -> tuple[float, float]:  # fmt: skip
     """Bytes that this rank sends, and seconds of the slowest rank: of several exchanges, one after another. Their
     units are in flight together as they are in training."""
     exchange = Exchange(shapes, reduction, group)
     exchange.group.flows = flows
     values = [noise(unit.numel).to(device) for unit in exchange.units]
-    before, began = 0, 0.0
+    before, took = 0, 0.0
     for number in range(1 + ROUNDS):
         if number == 1:
-            before, began = exchange.sent, time.perf_counter()
+            before, took = exchange.sent, 0.0
         units = (exchange.reduce_steps(unit, x) for unit, x in zip(exchange.units, values))
-        finish_together(units, MOST_IN_FLIGHT.get(device.type, 0))
+        with losses.round():
+            began = time.perf_counter()
+            finish_together(units, MOST_IN_FLIGHT.get(device.type, 0))
+            took += elapsed(began, device)
         exchange.rollback()
-    took = elapsed(began, device) / ROUNDS
-    return (exchange.sent - before) / ROUNDS, slowest(took, group, device)
+    return (exchange.sent - before) / ROUNDS, slowest(took / ROUNDS, group, device)
 
 
 def noise(*shape: int) -> Tensor:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from thinwire.planner.actions import Schedule
-from thinwire.planner.flows import INITIAL, SILENCE, slow_start
+from thinwire.planner.flows import INITIAL, MSS, SILENCE, slow_start
 from thinwire.planner.simulate import Result, simulate
 from thinwire.planner.step import Hop, Machine, Send, Step, Traffic, Work
 
 NO_LIMIT = 1e15  # bits per second: no network is so fast, and JSON has no infinity
+REPLICAS = 4  # connections that wait for each other, about: the unluckiest counts
 PASSES = 2  # simulations after which silences hardly change any more
 Silences = Mapping[tuple[str, int], float]  # in seconds, by kind of traffic and stage
 
@@ -36,6 +37,8 @@ class Measured:
     restarts: bool = True  # a connection that was silent starts slowly again
     # Seconds by stage, of forward and of backward, by the number of micro-batches: where it is left open.
     by_microbatches: dict[str, list[list[float]]] = field(default_factory=dict)
+    loss: float = 0.0  # share of packets that were lost, where it slows TCP down
+    usual: float = 0.0  # bytes that one connection then has under way on average
 
     def with_microbatches(self, count: int, usual: int) -> Measured:
         """As if a pass had so many micro-batches, instead of as many as `usual`, with which messages were measured."""
@@ -46,6 +49,21 @@ class Measured:
         size = {kind: [share * n if kind in self.rate else n for n in sizes] for kind, sizes in self.size.items()}
         coding = {way: [[share * t for t in times] for times in levels] for way, levels in self.coding.items()}
         return replace(self, forward=forward, backward=backward, size=size, coding=coding)
+
+    def with_loss(self, loss: float, usual: float) -> Measured:
+        """Where packets are lost: what was timed is between TCP's first windows and those that it comes down to. So
+        links have the best rate that was seen, and TCP's windows say the rest. loss, usual: as of the fields."""
+        best = max([self.slowest[0], *(rate for rates in self.rate.values() for rate in rates)])
+        rate = {way: [best if rate else 0.0 for rate in rates] for way, rates in self.rate.items()}
+        exchange = {
+            kind: [
+                [waits + min(all_of_it - waits, 8 * nbytes / best) for all_of_it, waits, nbytes in zip(*of_level)]
+                for of_level in zip(levels, self.waiting[kind], self.burst[kind])
+            ]
+            for kind, levels in self.exchange.items()
+        }
+        slowest = [best, self.slowest[1]]
+        return replace(self, rate=rate, exchange=exchange, slowest=slowest, loss=loss, usual=usual)
 
     def step(self, schedule: Schedule, levels: Mapping[str, int], fused: bool = False) -> Step:
         """The simulator's step at these levels. `fused`: the tied embedding in one exchange.
@@ -114,7 +132,11 @@ class Measured:
         """Seconds that slow start adds to the first bytes after a silence (planner/flows.py)."""
         if not self.restarts or rate >= NO_LIMIT:
             return 0.0
-        return slow_start(nbytes, rate, 2 * latency, self.streams, silence, burst)
+        if not self.loss:
+            return slow_start(nbytes, rate, 2 * latency, self.streams, silence, burst)
+        again = 1 - (1 - self.loss) ** (REPLICAS * nbytes / MSS)  # a packet that is sent again comes a round trip later
+        slower = slow_start(nbytes, rate, 2 * latency, self.streams, silence, burst, self.usual)
+        return slower + again * 2 * latency
 
 
 def _silences(result: Result) -> Silences:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from torch import nn
 
 from thinwire.collectives.flows import Flows
 from thinwire.config.wire import Link, Reduction
+from thinwire.distributed.packets import LossCount
 from thinwire.distributed.values import gather_json
 from thinwire.pipeline.lane import Lane, Message
+from thinwire.planner.flows import under_way
 from thinwire.planner.network import LinkSpeed
 from thinwire.planner.sizes import rows_bytes
 from thinwire.train.config.sections import TrainConfig
@@ -28,6 +31,7 @@ from thinwire.train.model.stage import Stage
 from thinwire.train.tune.layer_times import once
 from thinwire.train.tune.links import (
     ExchangeCost,
+    congestion_control,
     elapsed,
     exchanges,
     latency_of,
@@ -40,6 +44,7 @@ from thinwire.train.tune.turns import shared_cores, turns
 
 ROUNDS = 3  # of every measurement; the first allocates, the fastest of the others counts
 ENOUGH_VALUES = 4_000_000  # by which the optimiser's step is timed
+SELDOM = 5e-5  # share of packets sent again up to which the link was only overfilled
 WAYS = {"forward": 1, "backward": -1}  # kinds of messages, and how many stages ahead they go
 Settings = Mapping[str, Sequence[Any]]  # by kind of traffic, one per level: a Link or a Reduction, None for exact
 
@@ -69,11 +74,11 @@ def measure(
         for _ in turns(device):
             for way in WAYS:
                 mine[way] = [_coding(link, noise(*shape).to(device, dtype)) for link in settings[way]]
-    speeds = list(mine["links"].values())
+    speeds, losses = list(mine["links"].values()), LossCount()
     if config.mesh.dp > 1:
         speeds.append(probe(mesh.dp, 1, device, streams))
         mine["gradient"] = {
-            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device, streams)
+            i: exchanges(_shapes(stage, named), settings["gradient"], mesh.dp, device, streams, losses)
             for i, stage in sorted(stages.items())
         }
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)
@@ -83,6 +88,8 @@ def measure(
     mine["slowest"] = [min((x.rate or NO_LIMIT for x in speeds), default=NO_LIMIT)]
     mine["slowest"].append(max((x.latency for x in speeds), default=0.0))
     mine["restarts"] = restarts_slowly()
+    mine["loss"] = losses.share if device.type == "cpu" else 0.0
+    mine["congestion"] = congestion_control()
     everyone = [_numbered(part) for part in gather_json({**mine, "links": links})]
     shared = shared_cores(device) if config.mesh.tp == 1 else 0
     return _merged(len(config.mesh.plan().rank_of), everyone, [shared, 0, config.mesh.dp if shared else 1], streams)
@@ -128,7 +135,10 @@ def _merged(stages: int, everyone: list[dict[str, Any]], machine: list[int], str
             out.exchange[kind] = [[max(one[r][1] for one in ones) for ones in by_stage] for r in levels]
             out.waiting[kind] = [[max(one[r][2] for one in ones) for ones in by_stage] for r in levels]
             out.burst[kind] = [[max(one[r][3] for one in ones) for ones in by_stage] for r in levels]
-    return out
+    loss = fmean(part["loss"] for part in everyone)
+    loss = loss if loss > SELDOM else 0.0
+    usual = under_way(2 * out.slowest[1], loss, everyone[0]["congestion"])
+    return out if math.isinf(usual) else out.with_loss(loss, usual)
 
 
 def _slowest_stages(stages: int, found: list[dict[int, tuple[float, float]]]) -> list[list[float]]:

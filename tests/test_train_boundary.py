@@ -90,6 +90,25 @@ def test_a_run_resumes_bitwise_and_its_model_keeps_its_boundaries(tmp_path):
     assert {b - a for a, b in itertools.pairwise(sent)} == {2 * own}
 
 
+@on_a_network[0]
+@on_a_network[1]
+@pytest.mark.timeout(200)
+def test_a_run_over_fitted_links_resumes_bitwise_and_its_model_is_plain(tmp_path):
+    """dp 2 × pp 2, books and token means: from a checkpoint after the second book was asked for."""
+    wire = {
+        "forward": {"codec": "transform", "bits": 3, "every": 4, "tokens": 0.1},
+        "backward": {"codec": "transform", "bits": 3},
+    }
+    plain = BoundaryConfig()
+    whole, again = (bounded(tmp_path / n, plain, wire=wire, mesh={"dp": 2, "pp": 2}) for n in ("whole", "again"))
+    with Network(hosts=4, preload=PRELOAD) as net:
+        first = net.run(several, [(whole, False)], timeout=80, echo=False)
+        shutil.copytree(*(tmp_path / run / "checkpoints/step-00000003" for run in ("whole", "again")))
+        resumed = net.run(several, [(again, True)], timeout=80, echo=False)
+    assert list(first) == list(resumed)
+    assert exported_loss(whole, attached=False) == pytest.approx(last_held_out(tmp_path / "whole"), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

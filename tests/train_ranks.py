@@ -169,6 +169,7 @@ def troubled(config: TrainConfig) -> Troubled:
     trainer._save()
     update.close()
     resumed = Trainer(config, resume=True, say=lambda line: None).parts.update
+    dist.barrier()  # rank 0 keeps the store by which other ranks may still be making their groups
     resumed.close()
     assert update.tied is not None and update.adam is not None
     held = [weight.detach(), *(v for _, v in sorted(update.adam.state[weight].items()))]

@@ -38,8 +38,13 @@ def held_out(out) -> list[float]:
     return [e["held_out"] for e in read_events(out / "metrics.jsonl") if e["kind"] == "eval"]
 
 
-def killed(job, rank, after):
-    """kill -9 of a rank, `after` seconds from its start: whether it still ran. Survivors that hang are an error."""
+def killed(job, rank, metrics, writes, after):
+    """kill -9 of a rank, `after` seconds from when the run has written to its metrics so often: whether it still ran.
+    Survivors that hang are an error."""
+    seen = {metrics.stat().st_mtime_ns if metrics.exists() else 0}
+    while not job.done and len(seen) <= writes:
+        job.watch(0.01)
+        seen.add(metrics.stat().st_mtime_ns if metrics.exists() else 0)
     job.watch(after)
     if not job.done:
         job.kill(rank)
@@ -182,11 +187,12 @@ def test_killed_ranks_change_nothing(tmp_path):
     )
     with Network(hosts=4, preload=PRELOAD) as net:
         expected = merged(net.run(several, [(smooth, False)], timeout=100, echo=False))[0]
-        took = read_events(tmp_path / "smooth" / "metrics.jsonl")[-1]["seconds"]
+        step = read_events(tmp_path / "smooth" / "metrics.jsonl")[-1]["seconds"] / 9
         struck = 0
-        for attempt in range(3 * kills):
+        for attempt in range(5 * kills):
             job = net.start(live, rough, attempt > 0, echo=False)
-            struck += killed(job, rng.randrange(4), 3.0 + rng.random() * took)
+            metrics = tmp_path / "rough" / "metrics.jsonl"
+            struck += killed(job, rng.randrange(4), metrics, rng.randrange(1, 4), step * rng.random())
             if (tmp_path / "rough" / "checkpoints" / "step-00000009").exists():
                 shutil.rmtree(tmp_path / "rough" / "checkpoints" / "step-00000009")  # go on from an earlier one
             if struck == kills:

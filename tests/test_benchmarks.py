@@ -76,4 +76,5 @@ def test_steps_trace(load):
         for stream, name, at, ms in spans
     ]
     found = load("gpu_steps_trace").read({"traceEvents": events})
-    assert found == pytest.approx({"computing_s": 6e-3, "exchange_s": 5e-3, "both_s": 2e-3})
+    of_messages = {"messages": 1, "messages_s": 3.5e-3, "from_first_to_last_s": 3.5e-3, "kernels": 3}
+    assert found == pytest.approx({"computing_s": 6e-3, "exchange_s": 5e-3, "both_s": 2e-3} | of_messages)

@@ -36,11 +36,14 @@ from torch import Tensor
 from thinwire.quantities import parse_rate
 
 RATES = ("unlimited", "1gbit", "100mbit", "10gbit")
-LONGEST = 4.5  # seconds that the bytes of a cell may take
+LONGEST = 9.0  # seconds that the bytes of a cell may take
 AUTO = {"auto, 10 Gbit/s": "10gbit", "auto, no limit": "unlimited"}  # chooses at this rate, and is timed at it
 WARM_UP = 16, 4  # steps until it has chosen; others
 BATCHES = 16  # different ones: residuals of one gradient again and again would grow as no training's do
-TRACED = ("max", "1gbit"), ("low rank 4, one unit", "1gbit")  # where one more step is traced
+TRACED = {  # where one more step is traced
+    ("max", "1gbit"), ("max", "unlimited"), ("bf16", "unlimited"), ("torch DDP bf16 hook", "unlimited"),
+    ("max, as before", "unlimited"), ("bf16, as before", "unlimited"), ("low rank 4, one unit", "1gbit"),
+}  # fmt: skip
 LINK = 32 << 20  # bytes of the all-reduce that says what a link carries
 
 

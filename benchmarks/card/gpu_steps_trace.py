@@ -32,7 +32,8 @@ def record(step: Callable[[], None]) -> dict[str, Any]:
 
 
 def read(trace: dict[str, Any]) -> dict[str, float]:
-    """Seconds in which the computing stream is busy, the others (codecs and messages) are, and both are at once.
+    """Seconds in which the computing stream is busy, the others (codecs and messages) are, and both are at once;
+    how many kernels of NCCL, their seconds, those from the first to the last, and how many kernels of all others.
 
     The computing stream is the one with most time in kernels that are not NCCL's.
     """
@@ -44,9 +45,14 @@ def read(trace: dict[str, Any]) -> dict[str, float]:
     busy = {stream: sum(b - a for (a, b), nccl in spans if not nccl) for stream, spans in streams.items()}
     own = max(busy, key=busy.__getitem__)
     computing = union([span for span, _ in streams[own]])
-    exchange = union([span for stream, spans in streams.items() if stream != own for span, _ in spans])
+    others = [item for stream, spans in streams.items() if stream != own for item in spans]
+    exchange, messages = union([span for span, _ in others]), union([span for span, nccl in others if nccl])
     both = length(computing) + length(exchange) - length(union(computing + exchange))
-    return {"computing_s": length(computing), "exchange_s": length(exchange), "both_s": both}
+    found = {"computing_s": length(computing), "exchange_s": length(exchange), "both_s": both}
+    if messages:
+        found |= {"messages": sum(nccl for _, nccl in others), "messages_s": length(messages)}
+        found |= {"from_first_to_last_s": messages[-1][1] - messages[0][0], "kernels": len(others)}
+    return found
 
 
 def union(spans: list[Span]) -> list[Span]:

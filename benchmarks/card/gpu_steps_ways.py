@@ -15,10 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.collectives import LowRank, OkTopk
-from thinwire.data_parallel import gradient_pass
+from thinwire.codecs import Cast
+from thinwire.collectives import LowRank, OkTopk, TwoHop
+from thinwire.data_parallel import exchange, gradient_pass
 from thinwire.data_parallel.ddp import compress_ddp
 from thinwire.data_parallel.fsdp import compress_fsdp
+from thinwire.data_parallel.gradient_units import make_units
 from thinwire.memory import ErrorFeedback
 
 
@@ -38,16 +40,25 @@ MODELS = {
     "small": Size(2, 64, 2, 500, 32, 2, True),
 }
 WAYS = (
-    "torch DDP", "torch DDP bf16 hook", "torch DDP PowerSGD 4", "low rank 4", "max", "bf16", "oktopk 1 % coded",
-    "paper-oktopk", "safe", "off", "auto, no limit", "auto, 10 Gbit/s", "torch HSDP", "fsdp max", "fsdp low rank 4",
-    "fsdp bf16", "fsdp safe", "fsdp off", "fsdp paper-oktopk", "low rank 4, one unit", "max, 2 in flight",
-    "safe, 2 in flight",
+    "max", "torch DDP bf16 hook", "bf16", "torch DDP", "torch DDP PowerSGD 4", "low rank 4, one unit", "torch HSDP",
+    "fsdp max", "safe", "oktopk 1 % coded", "paper-oktopk", "off", "auto, no limit", "auto, 10 Gbit/s", "fsdp bf16",
+    "fsdp low rank 4, one unit", "fsdp off", "fsdp safe", "low rank 4", "fsdp oktopk 1 % coded", "fsdp paper-oktopk",
+    "max, as before", "bf16, as before", "max, one at a time", "bf16, one at a time",
 )  # fmt: skip
 WIRES: dict[str, Any] = {  # ways that are no presets
     "low rank 4": tw.Wire(gradient=tw.Reduction(LowRank(4), ErrorFeedback())),
     "low rank 4, one unit": tw.Wire(gradient=tw.Reduction(LowRank(4), ErrorFeedback(), unit_mb=1e6)),
+    "bf16, with a residual": tw.Wire(gradient=tw.Reduction(TwoHop(Cast("bf16")), ErrorFeedback())),
     "oktopk 1 % coded": tw.Wire(gradient=tw.Reduction(OkTopk(0.01, values="int8", indices="coded"), ErrorFeedback())),
 }
+
+
+IN_FLIGHT = gradient_pass.MOST_IN_FLIGHT["cuda"]
+
+
+def exact_first(*arguments: Any) -> list:
+    """Units as they were cut before: what is exact was sent first, though backward completes it nearly last."""
+    return sorted(make_units(*arguments), key=lambda unit: unit.exact)
 
 
 class Model(nn.Module):
@@ -87,9 +98,12 @@ def prepare(way: str, size: Size, device: torch.device) -> tuple[nn.Module, Call
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif way != "torch DDP":
-        gradient_pass.MOST_IN_FLIGHT["cuda"] = 2 if "in flight" in way else 0
-        wire = "auto" if way.startswith("auto") else way.removesuffix(", 2 in flight")
-        return ddp, ddp.no_sync, compress_ddp(ddp, WIRES.get(wire, wire))
+        wire, _, how = way.partition(", ")
+        before = how == "as before"
+        gradient_pass.MOST_IN_FLIGHT["cuda"] = 0 if before or how == "one at a time" else IN_FLIGHT
+        exchange.make_units = exact_first if before else make_units
+        name = "bf16, with a residual" if way == "bf16, as before" else way if way in WIRES else wire
+        return ddp, ddp.no_sync, compress_ddp(ddp, WIRES.get(name, name))
     return ddp, ddp.no_sync, None
 
 

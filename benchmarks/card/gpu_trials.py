@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from thinwire.errors import UsageError
 from thinwire.pipeline.pipeline import Pipeline
 from thinwire.pipeline.stage import CompressedStage
 
-WIDTH, STEPS, RANKS, LIMIT = 256, 4, 2, 150.0
+WIDTH, STEPS, RANKS, LIMIT = 256, 4, 2, 90.0
 
 
 def model_of(dtype: torch.dtype = torch.float32, device: Any = None) -> nn.Module:
@@ -240,6 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--parallel", type=int, default=1, help="trials side by side")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
@@ -249,10 +251,11 @@ def main() -> int:
     if options.table:
         print("\n".join(f"| {r['trial']} | {r['device']} | {r['verdict']} | {r['text']} |" for r in rows))
         return 0
-    for name in TRIALS if options.quick else TRIALS | CARD:
-        wanted = not options.only or any(text in name for text in options.only)
-        if wanted and (name, device) not in {(row["trial"], row["device"]) for row in rows}:
-            row = attempt(device, name)
+    done = {(row["trial"], row["device"]) for row in rows}
+    wanted = [name for name in (TRIALS if options.quick else TRIALS | CARD) if (name, device) not in done]
+    wanted = [name for name in wanted if not options.only or any(text in name for text in options.only)]
+    with ThreadPoolExecutor(options.parallel) as pool:
+        for row in pool.map(lambda name: attempt(device, name), wanted):
             with path.open("a") as file:
                 file.write(json.dumps(row) + "\n")
             print(row, flush=True)

@@ -5,10 +5,11 @@
 
 A model of the Llama family at random (tied embedding, so two gradient groups per rank), sequences of 256, a batch of 16
 in four micro-batches, four ranks on one card over sockets, THINWIRE_NEW_KERNELS=error; half of the runs through CUDA's
-multi-process service. Every run is four new processes. One that does not end within LIMIT seconds has hung: its own
-processes are ended, and the service is started anew. Under `paper-aqsgd` epochs are four steps long: the first is
-exact, so other kernels than before are called in mid-run. A line of FOLDER/twenty.jsonl per run, written at once; runs
-that are there are not made again. --quick: two runs of a small model on the CPU.
+multi-process service. Every run is four new processes. The first one compiles; after it several run side by side, and
+each such batch has a service of its own. One that does not end within LIMIT seconds has hung: its own processes are
+ended. Under `paper-aqsgd` epochs are four steps long: the first is exact, so other kernels than before are called in
+mid-run. A line of FOLDER/twenty.jsonl per run, written at once; runs that are there are not made again. --quick: two
+runs of a small model on the CPU.
 """
 
 from __future__ import annotations
@@ -16,30 +17,50 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gpu_ranks
-from gpu_pipeline import shared_card
 
-RANKS, LIMIT = 4, {"cuda": 120.0, "cpu": 400.0}  # there Numba may have to compile
+RANKS, LIMIT = 4, {"cuda": 75.0, "cpu": 400.0}  # there Numba may have to compile
 PRELOAD = ["torch", "torch.distributed.pipelining", "thinwire.train.rank", "thinwire.train.build", "transformers"]
+PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 MODEL = {"hidden": 576, "layers": 6, "heads": 9, "kv_heads": 3, "tied": True}
 SMALL = {"hidden": 32, "layers": 4, "heads": 4, "tied": True}
 
 
-def one_run(tell: Callable[[Any], None], device: str, folder: str, steps: int, preset: str) -> None:
-    """A rank of one run; rank 0 tells the losses."""
-    os.environ["THINWIRE_NEW_KERNELS"] = "error"
+@contextmanager
+def service(wanted: bool) -> Iterator[str]:
+    """A folder in which a rank finds CUDA's multi-process service, which ends with this; or finds none."""
+    control = shutil.which("nvidia-cuda-mps-control") if wanted else None
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        environment = {**os.environ, PIPE: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        if control is not None:
+            subprocess.run([control, "-d"], env=environment, check=True, timeout=20)
+        try:
+            yield folder
+        finally:
+            if control is not None:
+                try:
+                    subprocess.run([control], input="quit -t 1\n", text=True, env=environment, timeout=20)
+                except subprocess.TimeoutExpired:
+                    print("the multi-process service does not end", flush=True)
+
+
+def one_run(tell: Callable[[Any], None], device: str, folder: str, steps: int, preset: str, pipe: str) -> None:
+    """A rank of one run; rank 0 tells the losses. pipe: where the multi-process service is, if it is."""
+    os.environ |= {"THINWIRE_NEW_KERNELS": "error", PIPE: pipe}
     from thinwire.train.config.sections import read_config
     from thinwire.train.metrics import read_events
     from thinwire.train.rank import train_rank
@@ -64,11 +85,11 @@ def one_run(tell: Callable[[Any], None], device: str, folder: str, steps: int, p
         tell({"losses": losses, "lost": bool(lost), "trained_s": took})
 
 
-def attempt(device: str, steps: int, preset: str) -> dict[str, Any]:
-    """One run: what it said, and whether it came to its end."""
+def attempt(device: str, steps: int, preset: str, pipe: str) -> dict[str, Any]:
+    """One run: what it said, and whether it came to its end. pipe: as for `one_run`."""
     began, row, failures = time.monotonic(), {}, []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        arguments = device, f"{folder}/run", steps, preset
+        arguments = device, f"{folder}/run", steps, preset, pipe
         for rank, what in gpu_ranks.launch(one_run, RANKS, *arguments, seconds=LIMIT[device]):
             if isinstance(what, gpu_ranks.Failure):
                 failures.append(f"rank {rank}: {what[-400:]}")
@@ -81,26 +102,25 @@ def attempt(device: str, steps: int, preset: str) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace, write: Callable[[dict], None], done: set, device: str) -> None:
     gpu_ranks.PRELOAD[:] = PRELOAD
-    until, steps = time.monotonic() + options.budget, 6 if device == "cuda" else 2
-    for service in (True, False) if options.service == "both" else (options.service == "on",):
-        left = [number for number in range(options.runs) if (options.preset, service, number) not in done]
-        if not left or time.monotonic() > until:
-            continue
-        with ExitStack() as service_of:
-            there = service and service_of.enter_context(shared_card(device))
-            restart = threading.Lock()
+    until, steps = time.monotonic() + options.budget, options.steps if device == "cuda" else 2
+    one_writes, alone = threading.Lock(), 0 if done else 1
+    for with_service in (True, False) if options.service == "both" else (options.service == "on",):
+        left = [number for number in range(options.runs) if (options.preset, with_service, number) not in done]
+        side_by_side = options.parallel if with_service else min(options.parallel, options.unshared)
+        batches = [left[:alone]] + [left[i : i + side_by_side] for i in range(alone, len(left), side_by_side)]
+        alone = 0
+        for batch in filter(None, batches):
+            if time.monotonic() > until:
+                break
+            with service(with_service and device == "cuda") as pipe:
 
-            def run(number: int, service: bool = service, there: bool = there, restart: Any = restart) -> None:
-                if time.monotonic() > until:
-                    return
-                row = attempt(device, steps, options.preset)
-                with restart:
-                    write({"preset": options.preset, "service": service, "there": there, "run": number} | row)
+                def run(number: int, pipe: str = pipe, beside: int = len(batch), shared: bool = with_service) -> None:
+                    row = attempt(device, steps, options.preset, pipe)
+                    with one_writes:
+                        write({"preset": options.preset, "service": shared, "run": number, "beside": beside - 1} | row)
 
-            first, *others = left
-            run(first)  # compiles
-            with ThreadPoolExecutor(options.parallel if service else min(options.parallel, 2)) as pool:
-                list(pool.map(run, others))
+                with ThreadPoolExecutor(len(batch)) as pool:
+                    list(pool.map(run, batch))
 
 
 def table(rows: list[dict]) -> str:
@@ -122,7 +142,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=240.0)
     parser.add_argument("--parallel", type=int, default=3)
-    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--unshared", type=int, default=2, help="side by side without the service")
+    parser.add_argument("--runs", type=int, default=20, help="with the service, and so many without it")
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--preset", default="max")
     parser.add_argument("--service", choices=("both", "on", "off"), default="both")
     parser.add_argument("--quick", action="store_true")

@@ -138,16 +138,13 @@ class TwoHop(Collective):
     def _added(self, arrived: list[Tensor], chunk: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
         """(sum, mean) of what arrived for the chunk. The sum may leave the range of its type, the mean not."""
         size = len(arrived)
-
-        def add(unit: float) -> Tensor:
-            total = torch.zeros_like(chunk)
-            for r, wire in enumerate(arrived):
-                part = self.codec.decode(wire, chunk.shape, chunk.dtype, derive(seed, r, rank))
-                total += part if unit == 1 else part / unit
-            return total
-
-        total, unit = add(1.0), large_unit(size)
-        return total, _where_finite(total, lambda: total / size, lambda: add(unit) / (size / unit))
+        parts = [
+            self.codec.decode(wire, chunk.shape, chunk.dtype, derive(seed, r, rank)) for r, wire in enumerate(arrived)
+        ]
+        total, unit = _sum_in_order(parts), large_unit(size)
+        return total, _where_finite(
+            total, lambda: total / size, lambda: _sum_in_order([part / unit for part in parts]) / (size / unit)
+        )
 
     def lengths(self, n: int, size: int) -> list[int]:
         """The lengths of `size` chunks of n values, all but the last few of whole blocks; a chunk may be empty."""
@@ -159,8 +156,16 @@ class TwoHop(Collective):
 def cast_mean_steps(u: Tensor, codec: Cast, group: Group = None) -> Steps[Tensor]:
     """The mean by an all-reduce in the cast's type. Not finite: where values leave its range."""
     size, _ = world(group)
-    total = yield from all_reduce_steps((u / size).to(codec.dtype), group)
+    total = yield from all_reduce_steps((u / size).to(codec.dtype), group, in_place=True)
     return total.to(u.dtype)
+
+
+def _sum_in_order(parts: list[Tensor]) -> Tensor:
+    """0 + first + second + …, so that −0 becomes 0."""
+    total = parts[0] + 0.0
+    for part in parts[1:]:
+        total += part
+    return total
 
 
 def _checked(mean: Tensor, good: Tensor, key: object) -> Tensor:

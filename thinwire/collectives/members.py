@@ -49,6 +49,10 @@ class Members(ABC):
         """x ← the sum over the members, or their maximum."""
 
     @abstractmethod
+    def start_all_reduce(self, x: Tensor) -> dist.Work:
+        """x ← the sum over the members, when what is returned has been waited for."""
+
+    @abstractmethod
     def broadcast(self, x: Tensor, source: int) -> None:
         """x ← that member's x."""
 
@@ -135,6 +139,9 @@ class DirectMembers(Members):
         options.reduceOp = dist.ReduceOp(op)
         self.process_group().allreduce([x], options).wait()
 
+    def start_all_reduce(self, x: Tensor) -> dist.Work:
+        return self.process_group().allreduce([x], dist.AllreduceOptions())
+
     def broadcast(self, x: Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
@@ -174,6 +181,11 @@ class TorchMembers(Members):
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         dist.all_reduce(x, op=op, group=self.group)
+
+    def start_all_reduce(self, x: Tensor) -> dist.Work:
+        work = dist.all_reduce(x, group=self.group, async_op=True)
+        assert work is not None, "this rank is not a member of the group"
+        return work
 
     def broadcast(self, x: Tensor, source: int) -> None:
         dist.broadcast(x, group=self.group, group_src=source)

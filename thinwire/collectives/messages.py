@@ -141,10 +141,11 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
     return finish(all_reduce_steps(x, group))
 
 
-def all_reduce_steps(x: Tensor, group: Group) -> Steps[Tensor]:
-    """`all_reduce`. On CPUs two members swap what they have; more of them send the parts of a moderate x to owners and
-    back. That is as many bytes as any other way, in one or two latencies. Members add in rank order, so all have the
-    same bits.
+def all_reduce_steps(x: Tensor, group: Group, in_place: bool = False) -> Steps[Tensor]:
+    """`all_reduce`; in_place: x is nobody's any more.
+
+    On CPUs two members swap what they have; more of them send the parts of a moderate x to owners and back. That is as
+    many bytes as any other way, in one or two latencies. Members add in rank order, so all have the same bits.
     """
     size, rank = world(group)
     if size == 1:
@@ -160,9 +161,14 @@ def all_reduce_steps(x: Tensor, group: Group) -> Steps[Tensor]:
         to_all = Swap([total] * size, sizes, group, x.dtype)
         yield
         return torch.cat(to_all.wait()).view(x.dtype).view(x.shape)
-    out = x.clone()
+    out = x if in_place else x.clone()
     count_sent(group, 2 * x.nbytes * (size - 1) // size)
-    members(group).all_reduce(out)
+    if not x.is_cuda:
+        members(group).all_reduce(out)
+        return out
+    work = members(group).start_all_reduce(out)
+    yield
+    work.wait()
     return out
 
 

@@ -41,7 +41,7 @@ def exact_mean_steps(x: Tensor, group: Group) -> Steps[Tensor]:
     first, so that no sum leaves the range unless the mean does, and the caller looks whether the mean is finite."""
     size, _ = world(group)
     if x.is_cuda:
-        return (yield from all_reduce_steps(x / size, group))
+        return (yield from all_reduce_steps(x / size, group, in_place=True))
     total = yield from all_reduce_steps(x, group)
     if bool(is_finite(total)):
         return total / size

@@ -7,14 +7,16 @@ The backend's own all-reduce adds values on their way and cannot be checked so. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels.checksum import PRIME, checksum
 
-MIX = 0x3C6EF372  # below 2³¹: sum ← (sum·MIX + checksum) mod p, so that the order of messages counts
+MIX = 0x3C6EF372  # below 2³¹: a message's checksum counts MIX^(messages after it) times, so their order counts
 WORD = 4  # bytes of a sum
+HALF = 1 << 16  # powers are multiplied by halves, so that products stay below 2⁶³
 
 
 class Transit:
@@ -23,12 +25,11 @@ class Transit:
     def __init__(self, size: int, rank: int) -> None:
         self.size = size
         self.rank = rank
-        self.sums: dict[tuple[int, int], Tensor] = {}  # (from, to) → 0-d int64
+        self.totals: dict[tuple[int, int], list[Tensor]] = {}  # (from, to) → of each message, 0-d int64
 
     def add(self, source: int, to: int, total: Tensor) -> None:
         """A message with that checksum (0-d) went from member `source` to member `to`; one of them is this one."""
-        before = self.sums.get((source, to))
-        self.sums[source, to] = total if before is None else (before * MIX + total) % PRIME
+        self.totals.setdefault((source, to), []).append(total)
 
     def add_messages(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], members: Sequence[int]) -> None:
         """What was sent to each of `members` and what came from each, in their order; empty ones are not sent."""
@@ -48,13 +49,23 @@ class Transit:
             return torch.zeros(2 * WORD, dtype=torch.uint8, device=device)
         others = [member for member in range(self.size) if member != self.rank]
         mine = [(self.rank, member) for member in others] + [(member, self.rank) for member in others]
-        nothing = torch.zeros((), dtype=torch.int64, device=device)
-        totals = torch.stack([self.sums.get(pair, nothing).to(device) for pair in mine])
-        words = totals.view(torch.uint8).view(-1, totals.element_size())[:, :WORD]  # the lower half
+        sums = self._sums(mine, device)
+        words = sums.view(torch.uint8).view(-1, sums.element_size())[:, :WORD]  # the lower half
         out = torch.zeros(self.size * self.size, 2, WORD, dtype=torch.uint8, device=device)
         out[[source * self.size + to for source, to in mine]] = torch.stack((words, ~words), dim=1)
-        self.sums.clear()
+        self.totals.clear()
         return out.reshape(-1)
+
+    def _sums(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+        """int64[pairs]: Σ MIX^(messages after it)·checksum mod p, by a few operations however many messages there were:
+        each is a launch on a card."""
+        rows = [self.totals.get(pair, []) for pair in pairs]
+        most = max(1, *map(len, rows))
+        nothing = torch.zeros((), dtype=torch.int64, device=device)
+        padded = [total.to(device) for row in rows for total in [nothing] * (most - len(row)) + row]
+        totals = torch.stack(padded).view(len(pairs), most)
+        high, low = powers(most, device)
+        return ((totals * high % PRIME * HALF + totals * low) % PRIME).sum(1) % PRIME
 
     def is_intact(self, tables: Tensor) -> Tensor:
         """0-d bool; tables: the maximum of all members'."""
@@ -62,6 +73,15 @@ class Transit:
         same = (word == ~complement).all(1).view(self.size, self.size)
         own = torch.eye(self.size, dtype=torch.bool, device=tables.device)
         return (same | own).all()
+
+
+@cache
+def powers(count: int, device: torch.device) -> Tensor:
+    """int64[2, count]: MIX^(count − 1), …, MIX, 1 mod p, their upper and their lower halves; sent to a card once."""
+    out = [1]
+    while len(out) < count:
+        out.append(out[-1] * MIX % PRIME)
+    return torch.tensor([[power // HALF for power in out[::-1]], [power % HALF for power in out[::-1]]], device=device)
 
 
 def checksum_of(message: Tensor) -> Tensor:

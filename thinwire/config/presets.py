@@ -20,14 +20,15 @@ OK_TOPK = {
     "collective": "ok_topk", "density": 0.01, "tau": 64, "tau_prime": 128, "thresholds": "nudged",
     "memory": "error_feedback",
 }  # fmt: skip
+BF16_MEAN = {"collective": "two_hop", "codec": {"codec": "cast", "to": "bf16"}, "memory": "plain"}  # as torch's hook
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     # fp32, as torch sends it
     "off": {},
     "bf16": {
         "forward": {"codec": "cast", "to": "bf16"},
         "backward": {"codec": "cast", "to": "bf16"},
-        "gradient": {"collective": "two_hop", "codec": {"codec": "cast", "to": "bf16"}},
-        "embedding": {"collective": "two_hop", "codec": {"codec": "cast", "to": "bf16"}, "sync": "fused"},
+        "gradient": BF16_MEAN,
+        "embedding": {**BF16_MEAN, "sync": "fused"},
     },
     # eight bits everywhere: no state per sample, no tuning
     "safe": {

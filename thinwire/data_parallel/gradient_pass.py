@@ -29,7 +29,7 @@ from thinwire.errors import InvalidExchange, UsageError
 from thinwire.steps import Steps
 
 log = logging.getLogger("thinwire")
-MOST_IN_FLIGHT = {"cpu": 4, "cuda": 0}  # units whose exchanges wait for other ranks at a time
+MOST_IN_FLIGHT = {"cpu": 4, "cuda": 2}  # units whose exchanges wait for other ranks at a time
 Means = dict[str, Tensor | None]  # by parameter; None: no rank used it
 Deliver = Callable[[Means], None]
 Failed = Callable[[BaseException], None]

@@ -46,7 +46,8 @@ class Unit:
 
 
 def make_units(shapes: Mapping[str, Shape], reduction: Reduction) -> list[Unit]:
-    """Every parameter in one unit, compressed ones and exact ones apart, each in declaration order.
+    """Every parameter in one unit, compressed ones and exact ones apart, in the order in which their first parameters
+    are declared: backward completes a unit with its first one, and units are sent last first.
 
     shapes: of the parameters, by name. reduction: says which are exact, and how large a unit may be (unit_mb, in
     megabytes of float32).
@@ -66,7 +67,8 @@ def make_units(shapes: Mapping[str, Shape], reduction: Reduction) -> list[Unit]:
             size += nbytes
         if names:
             units.append(Unit(tuple(names), tuple(shapes[n] for n in names), exact))
-    return units
+    declared = {name: place for place, name in enumerate(shapes)}
+    return sorted(units, key=lambda unit: declared[unit.parameters[0]])
 
 
 def is_exact(name: str, shape: Shape, reduction: Reduction) -> bool:

@@ -1,4 +1,5 @@
-"""The k-th largest magnitude in Triton: 11 leading bits, then 10, then 10, without a host synchronisation.
+"""The k-th largest magnitude in Triton: 11 leading bits, then 10, then 10, without a host synchronisation. Of bfloat16
+only four bits are left after the first 11, of float16 seven: few bins, which are counted inside the chip.
 
 The first histogram counts a tile inside the chip, over a window of 16 octaves below the tile's largest value;
 smaller values, rarely there, take another round. The refining ones see few values, those that share the
@@ -19,8 +20,8 @@ from thinwire.kernels.select import BINS, HISTOGRAM_SHIFT
 
 SIZE = 4096  # values a program handles
 WINDOW = 128  # bins counted at a time, eight to an octave
-REFINE = 10  # bits resolved by each refining histogram
-STEPS = {torch.float32: 2}  # refining histograms; the 16-bit dtypes have nothing in the last ten bits
+REFINE = {torch.float32: (10, 10), torch.float16: (7,), torch.bfloat16: (4,)}  # bits that each later one resolves
+FEW = 128  # bins that are counted inside the chip
 
 
 @triton.jit
@@ -54,8 +55,8 @@ def _histogram(
 
 @triton.jit(do_not_specialize=["n", "programs"])
 def _refine(
-    x, counts, state, skip, n, programs, SHIFT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-    GUARDED: tl.constexpr,
+    x, counts, state, skip, n, programs, SHIFT: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr,
+    SIZE: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
     """counts[(|x| bits >> SHIFT) mod 2^WIDTH] += 1 for the values whose bits before those are state[0]."""
     n = unless(skip, n, GUARDED)
@@ -64,16 +65,26 @@ def _refine(
         bits = bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE
         match = (start + tl.arange(0, SIZE) < n) & ((bits >> (SHIFT + WIDTH)) == tl.load(state).to(tl.int32))
         bins = (bits >> SHIFT) & ((1 << WIDTH) - 1)
-        least, most = tl.min(tl.where(match, bins, 1 << WIDTH)), tl.max(tl.where(match, bins, -1))
-        if most >= 0:
-            smallest = tl.sum((match & (bins == least)).to(tl.int32)).to(tl.int64)
-            tl.atomic_add(counts + least, smallest, sem="relaxed")
-            if most > least:
-                largest = tl.sum((match & (bins == most)).to(tl.int32)).to(tl.int64)
-                tl.atomic_add(counts + most, largest, sem="relaxed")
-                between = match & (bins > least) & (bins < most)
-                tl.atomic_add(counts + bins, tl.full([SIZE], 1, tl.int64), mask=between, sem="relaxed")
+        if 1 << WIDTH <= FEW:
+            found = tl.histogram(bins, 1 << WIDTH, mask=match)
+            tl.atomic_add(counts + tl.arange(0, 1 << WIDTH), found.to(tl.int64), mask=found > 0, sem="relaxed")
+        else:
+            _add_spread(counts, bins, match, WIDTH, SIZE)
         start += programs.to(tl.int64) * SIZE
+
+
+@triton.jit
+def _add_spread(counts, bins, match, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """counts[bins] += 1 where `match`, straight in memory but for the smallest and the largest bin."""
+    least, most = tl.min(tl.where(match, bins, 1 << WIDTH)), tl.max(tl.where(match, bins, -1))
+    if most >= 0:
+        smallest = tl.sum((match & (bins == least)).to(tl.int32)).to(tl.int64)
+        tl.atomic_add(counts + least, smallest, sem="relaxed")
+        if most > least:
+            largest = tl.sum((match & (bins == most)).to(tl.int32)).to(tl.int64)
+            tl.atomic_add(counts + most, largest, sem="relaxed")
+            between = match & (bins > least) & (bins < most)
+            tl.atomic_add(counts + bins, tl.full([SIZE], 1, tl.int64), mask=between, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["k"])
@@ -110,19 +121,21 @@ def _programs(x, skip):
     return tiles if skip is None else min(LOOKING, tiles)
 
 
-def kth_bits(x, k, skip=None):
+def kth_bits(x, k, skip=None, rough=False):
     """(int64[2] on the device: the k-th largest magnitude's bits without the last `low`, and how many of the
-    entries equal to it belong to the k largest; low). skip: 0-d bool on the device; where true nothing is done."""
-    steps = STEPS.get(x.dtype, 1)
-    counts = torch.zeros(BINS + (steps << REFINE), dtype=torch.int64, device=x.device)
+    entries equal to it belong to the k largest; low). skip: 0-d bool on the device; where true nothing is done.
+    rough: 21 leading bits are enough."""
+    widths = REFINE[x.dtype][:1] if rough else REFINE[x.dtype]
+    counts = torch.zeros(BINS + sum(1 << width for width in widths), dtype=torch.int64, device=x.device)
     state = torch.empty(2, dtype=torch.int64, device=x.device)
     _count_leading(x, counts, skip)
     launch(_narrow, 1, counts, state, k, FIRST=True, WIDTH=31 - HISTOGRAM_SHIFT, warps=8)
-    low, n = HISTOGRAM_SHIFT, x.numel()
+    low, n, table = HISTOGRAM_SHIFT, x.numel(), counts[BINS:]
     programs = _programs(x, skip)
-    for step in range(steps):
-        table, low = counts[BINS + (step << REFINE) :], low - REFINE
-        constants = {"SHIFT": low, "WIDTH": REFINE, "SIZE": SIZE, "GUARDED": skip is not None}
+    for width in widths:
+        low -= width
+        constants = {"SHIFT": low, "WIDTH": width, "FEW": FEW, "SIZE": SIZE, "GUARDED": skip is not None}
         launch(_refine, programs, x, table, state, x if skip is None else skip, n, programs, **constants)
-        launch(_narrow, 1, table, state, k, FIRST=False, WIDTH=REFINE)
+        launch(_narrow, 1, table, state, k, FIRST=False, WIDTH=width)
+        table = table[1 << width :]
     return state, low

@@ -201,14 +201,15 @@ def _candidates(x, k):
     them)."""
     runs, share = x.numel() // (EVERY * RUN), k / EVERY
     sample = x[: runs * EVERY * RUN].view(runs, EVERY * RUN)[:, :RUN].reshape(-1) if runs else x
-    limit = _kth(sample, min(int(AIM * share + 5 * math.sqrt(share)) + 8, sample.numel()))
+    limit = _kth(sample, min(int(AIM * share + 5 * math.sqrt(share)) + 8, sample.numel()), rough=True)
     held = _room(x, int(MOST * k) + 64 * EVERY)
     found = compact.select_into(x, limit, *held, nans=True)
     return held, (found >= k) & (found <= held[0].numel())
 
 
-def _kth(x, k, skip=None):
-    state, low = kth_bits(x, k, skip)
+def _kth(x, k, skip=None, rough=False):
+    """The k-th largest magnitude; rough: a little less, by its leading 21 bits."""
+    state, low = kth_bits(x, k, skip, rough)
     return (state[0] << low).to(torch.int32).view(torch.float32).to(x.dtype)
 
 

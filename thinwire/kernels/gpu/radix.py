@@ -1,9 +1,10 @@
 """The k-th largest magnitude in Triton: 11 leading bits, then 10, then 10, without a host synchronisation. Of bfloat16
-only four bits are left after the first 11, of float16 seven: few bins, which are counted inside the chip.
+only four bits are left after the first 11, of float16 seven.
 
-The first histogram counts a tile inside the chip, over a window of 16 octaves below the tile's largest value;
-smaller values, rarely there, take another round. The refining ones see few values, those that share the
-leading bits, and add them straight to the table in memory, all but the smallest and largest bin of the tile:
+On a card every program counts in a table of its shared memory (shared_table.py). The interpreter takes another way:
+the first histogram counts a tile by ballots, over a window of 16 octaves below the tile's largest value; smaller
+values, rarely there, take another round. The refining ones see few values, those that share the leading bits. Few bins
+they count by ballots, many they add straight to the table in memory, all but the smallest and largest bin of the tile:
 zeros, and tensors of few values, would queue at one address.
 """
 
@@ -12,7 +13,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
 
+from thinwire.kernels.gpu import shared_table
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch
 from thinwire.kernels.gpu.scalar import MAGNITUDE, bits_of, widen
@@ -21,7 +24,9 @@ from thinwire.kernels.select import BINS, HISTOGRAM_SHIFT
 SIZE = 4096  # values a program handles
 WINDOW = 128  # bins counted at a time, eight to an octave
 REFINE = {torch.float32: (10, 10), torch.float16: (7,), torch.bfloat16: (4,)}  # bits that each later one resolves
-FEW = 128  # bins that are counted inside the chip
+FEW = 128  # bins that are counted by ballots
+SHARED = True  # count in shared memory, but for the interpreter
+SHARED_SIZE, SHARED_WARPS, SHARED_PROGRAMS = 2048, 4, 1056  # values at a time, warps of a program, programs
 
 
 @triton.jit
@@ -30,6 +35,44 @@ def unless(skip, n, GUARDED: tl.constexpr):
     if GUARDED:
         return tl.where(tl.load(skip), 0, n).to(tl.int64)
     return n.to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["n", "programs"])
+def _histogram_shared(
+    x, counts, skip, n, programs, SHIFT: tl.constexpr, SIZE: tl.constexpr, GUARDED: tl.constexpr, THREADS: tl.constexpr
+):  # fmt: skip
+    """`_histogram`, in shared memory."""
+    n = unless(skip, n, GUARDED)
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    if start < n:
+        table = shared_table.new_table(THREADS)
+        while start < n:
+            bins = (bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE) >> SHIFT
+            if start + SIZE > n:
+                shared_table.add_some(table, bins, start + tl.arange(0, SIZE) < n)
+            else:
+                shared_table.add_ones(table, bins)
+            start += programs.to(tl.int64) * SIZE
+        shared_table.add_to_memory(table, counts, 1 << (31 - SHIFT))
+
+
+@triton.jit(do_not_specialize=["n", "programs"])
+def _refine_shared(
+    x, counts, state, skip, n, programs, SHIFT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    GUARDED: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """`_refine`, in shared memory."""
+    n = unless(skip, n, GUARDED)
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    if start < n:
+        table = shared_table.new_table(THREADS)
+        prefix = tl.load(state).to(tl.int32)
+        while start < n:
+            bits = bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE
+            match = (start + tl.arange(0, SIZE) < n) & ((bits >> (SHIFT + WIDTH)) == prefix)
+            shared_table.add_some(table, (bits >> SHIFT) & ((1 << WIDTH) - 1), match)
+            start += programs.to(tl.int64) * SIZE
+        shared_table.add_to_memory(table, counts, 1 << WIDTH)
 
 
 @triton.jit(do_not_specialize=["n", "programs"])
@@ -111,14 +154,22 @@ LOOKING = 528  # programs that look whether there is anything to do
 
 
 def _count_leading(x, counts, skip=None):
-    n, programs = x.numel(), _programs(x, skip)
-    constants = {"SHIFT": HISTOGRAM_SHIFT, "WINDOW": WINDOW, "SIZE": SIZE, "GUARDED": skip is not None}
-    launch(_histogram, programs, x, counts, x if skip is None else skip, n, programs, **constants)
+    _count(_histogram, _histogram_shared, x, (counts,), skip, {"WINDOW": WINDOW}, {"SHIFT": HISTOGRAM_SHIFT})
 
 
-def _programs(x, skip):
-    tiles = triton.cdiv(x.numel(), SIZE)
-    return tiles if skip is None else min(LOOKING, tiles)
+def _count(by_ballots, in_shared_memory, x, tensors, skip, of_ballots, constants):
+    """Launch one of the two."""
+    n, size, guarded = x.numel(), SIZE, {"GUARDED": skip is not None}
+    shared = SHARED and not isinstance(in_shared_memory, InterpretedFunction)
+    if shared:
+        size, kernel, more = SHARED_SIZE, in_shared_memory, {"THREADS": 32 * SHARED_WARPS, "warps": SHARED_WARPS}
+    else:
+        kernel, more = by_ballots, of_ballots
+    programs = triton.cdiv(n, size)
+    if skip is not None or shared:
+        programs = min(programs, LOOKING if skip is not None else SHARED_PROGRAMS)
+    given = x, *tensors, x if skip is None else skip, n, programs
+    launch(kernel, programs, *given, **constants, SIZE=size, **guarded, **more)
 
 
 def kth_bits(x, k, skip=None, rough=False):
@@ -130,12 +181,10 @@ def kth_bits(x, k, skip=None, rough=False):
     state = torch.empty(2, dtype=torch.int64, device=x.device)
     _count_leading(x, counts, skip)
     launch(_narrow, 1, counts, state, k, FIRST=True, WIDTH=31 - HISTOGRAM_SHIFT, warps=8)
-    low, n, table = HISTOGRAM_SHIFT, x.numel(), counts[BINS:]
-    programs = _programs(x, skip)
+    low, table = HISTOGRAM_SHIFT, counts[BINS:]
     for width in widths:
         low -= width
-        constants = {"SHIFT": low, "WIDTH": width, "FEW": FEW, "SIZE": SIZE, "GUARDED": skip is not None}
-        launch(_refine, programs, x, table, state, x if skip is None else skip, n, programs, **constants)
+        _count(_refine, _refine_shared, x, (table, state), skip, {"FEW": FEW}, {"SHIFT": low, "WIDTH": width})
         launch(_narrow, 1, table, state, k, FIRST=False, WIDTH=width)
         table = table[1 << width :]
     return state, low

@@ -12,8 +12,11 @@ from thinwire.collectives import LowRank, OkTopk, TwoHop, lowrank, thresholds
 from thinwire.collectives.dense import cast_mean_steps
 from thinwire.collectives.groups import Metered, world
 from thinwire.collectives.in_process import InProcessGroup
+from thinwire.collectives.transit import MIX, Transit
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.exchange import Exchange
+from thinwire.data_parallel.gradient_units import make_units
+from thinwire.kernels.checksum import PRIME
 from thinwire.memory import ErrorFeedback, Plain
 from thinwire.memory.channel import Channel
 
@@ -128,3 +131,28 @@ def test_a_check_left_on_one_card_drops_the_step_on_all():
 
     for found in InProcessGroup(3).run(steps):
         assert found == [[0, 0, 0], [1, 0, 0], [0, 0, 0]]
+
+
+def test_units_are_sent_in_the_order_in_which_backward_completes_them():
+    """What is exact is spread over the model: its unit is complete when the first layer's part is, not before."""
+    shapes = {"embedding": (90, 10)}
+    for layer in range(3):
+        shapes |= {f"{layer}.weight": (50, 20), f"{layer}.bias": (50,)}
+    units = make_units(shapes, Reduction(TwoHop(Cast("bf16")), Plain(), unit_mb=0.004))
+    assert [unit.parameters[0] for unit in units] == ["embedding", "0.weight", "0.bias", "1.weight", "2.weight"]
+    assert [unit.exact for unit in units] == [False, False, True, False, False]
+
+
+def test_checksums_of_many_messages_depend_on_their_order():
+    def table(totals):
+        transit = Transit(2, 0)
+        for total in totals:
+            transit.add(0, 1, torch.tensor(total))
+        return transit.table(torch.device("cpu"))
+
+    totals = [PRIME - 1 - i for i in range(40)]
+    expected = 0
+    for total in totals:
+        expected = (expected * MIX + total) % PRIME
+    assert int.from_bytes(bytes(table(totals)[8:12].tolist()), "little") == expected
+    assert not torch.equal(table(totals), table(totals[1:2] + totals[:1] + totals[2:]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from thinwire.codecs import Cast
+from thinwire.codecs.base import largest_is_finite
 from thinwire.collectives import LowRank, OkTopk, TwoHop, lowrank, thresholds
 from thinwire.collectives.dense import cast_mean_steps
 from thinwire.collectives.groups import Metered, world
@@ -156,3 +157,15 @@ def test_checksums_of_many_messages_depend_on_their_order():
         expected = (expected * MIX + total) % PRIME
     assert int.from_bytes(bytes(table(totals)[8:12].tolist()), "little") == expected
     assert not torch.equal(table(totals), table(totals[1:2] + totals[:1] + totals[2:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_value_that_is_not_finite_is_found_by_the_norm(dtype):
+    x = noise(3000, 5).to(dtype)
+    largest = torch.finfo(dtype).max
+    assert largest_is_finite(x) and largest_is_finite(torch.full((9,), -largest, dtype=dtype))
+    for place in (0, 1777, 2999):
+        for value in (torch.nan, torch.inf, -torch.inf):
+            y = x.clone()
+            y[place] = value
+            assert not largest_is_finite(y)

@@ -44,6 +44,7 @@ WAYS = (
     "fsdp max", "safe", "oktopk 1 % coded", "paper-oktopk", "off", "auto, no limit", "auto, 10 Gbit/s", "fsdp bf16",
     "fsdp low rank 4, one unit", "fsdp off", "fsdp safe", "low rank 4", "fsdp oktopk 1 % coded", "fsdp paper-oktopk",
     "max, as before", "bf16, as before", "max, one at a time", "bf16, one at a time",
+    "max, four in flight",
 )  # fmt: skip
 WIRES: dict[str, Any] = {  # ways that are no presets
     "low rank 4": tw.Wire(gradient=tw.Reduction(LowRank(4), ErrorFeedback())),
@@ -100,7 +101,9 @@ def prepare(way: str, size: Size, device: torch.device) -> tuple[nn.Module, Call
     elif way != "torch DDP":
         wire, _, how = way.partition(", ")
         before = how == "as before"
-        gradient_pass.MOST_IN_FLIGHT["cuda"] = 0 if before or how == "one at a time" else IN_FLIGHT
+        gradient_pass.MOST_IN_FLIGHT["cuda"] = (
+            0 if before or how == "one at a time" else 4 if how == "four in flight" else IN_FLIGHT
+        )
         exchange.make_units = exact_first if before else make_units
         name = "bf16, with a residual" if way == "bf16, as before" else way if way in WIRES else wire
         return ddp, ddp.no_sync, compress_ddp(ddp, WIRES.get(name, name))

@@ -62,7 +62,7 @@ def ways() -> Iterator[Way]:
                 yield Way(name, "by a sample at any size", dtype, ((gpu_select, "LARGE", 1),))
                 yield Way(name, "over all values", dtype, ((gpu_select, "LARGE", 1 << 60),))
             yield Way(name, "by ballots", dtype, ((gpu_radix, "SHARED", False),))
-        for size, warps, programs in ((1024, 4, 1056), (4096, 8, 528), (4096, 4, 1056), (2048, 4, 528)):
+        for size, warps, programs in ((2048, 4, 1056), (4096, 8, 1056), (8192, 16, 264)):
             names = "SHARED_SIZE", "SHARED_WARPS", "SHARED_PROGRAMS"
             patches = tuple((gpu_radix, name, value) for name, value in zip(names, (size, warps, programs)))
             yield Way("histogram", f"size {size} warps {warps} programs {programs}", dtype, patches)
@@ -82,8 +82,8 @@ def ways() -> Iterator[Way]:
 
 
 QUESTIONS = (
-    "by ballots", "size 1024 warps 4 programs 1056", "size 4096 warps 8 programs 528",
-    "size 4096 warps 4 programs 1056", "size 2048 warps 4 programs 528", "torch's", "rows 8 warps 4 programs 1056",
+    "by ballots", "size 2048 warps 4 programs 1056", "size 4096 warps 8 programs 1056",
+    "size 8192 warps 16 programs 264", "torch's", "rows 8 warps 4 programs 1056",
     "rows 4 warps 4 programs 1056", "rows 4 warps 8 programs 1056", "rows 2 warps 8 programs 1056", "size 256 warps 4",
     "size 1024 warps 8", "bytes 256 warps 4", "bytes 512 warps 8", "width 32 tile 1024 warps 1 registers 64",
     "width 64 tile 2048 warps 2 registers 64",

@@ -63,8 +63,10 @@ class Gather(Collective):
         for part in parts[1:]:
             total += part
         unit = large_unit(size)  # everybody sees the same
-        mean = _where_finite(
-            total, lambda: total / size, lambda: torch.stack([part / unit for part in parts]).sum(0) / (size / unit)
+        mean = _where(
+            is_finite(total),
+            lambda: total / size,
+            lambda: torch.stack([part / unit for part in parts]).sum(0) / (size / unit),
         )
         return _checked(mean, finite, key), parts[rank]
 
@@ -114,7 +116,7 @@ class TwoHop(Collective):
         yield
         arrived = first_hop.wait()
         # 2. the owner adds in rank order
-        total, average = self._added(arrived, chunks[rank], rank, seed)
+        total, average, fits = self._added(arrived, chunks[rank], rank, seed)
         # 3. the owner's mean to all
         message, finite = codec.encode_flagged(average, derive(seed, "mean", rank))
         second_hop = Swap([message] * size, sizes, group)
@@ -122,9 +124,7 @@ class TwoHop(Collective):
         means = second_hop.wait()
         mean = [codec.decode(wire, shapes[j], dtype, derive(seed, "mean", j)) for j, wire in enumerate(means)]
         own = [codec.decode(wire, shapes[j], dtype, derive(seed, rank, j)) for j, wire in enumerate(sent)]
-        own[rank] = own[rank] + _where_finite(
-            total, lambda: size * mean[rank] - total, lambda: size * (mean[rank] - average)
-        )
+        own[rank] = own[rank] + _where(fits, lambda: size * mean[rank] - total, lambda: size * (mean[rank] - average))
         good = torch.stack([finite, *(flag for _, flag in coded)]).all()
         return _checked(torch.cat(mean).view(u.shape), good, key), torch.cat(own).view(u.shape)
 
@@ -135,16 +135,19 @@ class TwoHop(Collective):
             return None
         return cast_mean_steps(u, self.codec, group)
 
-    def _added(self, arrived: list[Tensor], chunk: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-        """(sum, mean) of what arrived for the chunk. The sum may leave the range of its type, the mean not."""
+    def _added(self, arrived: list[Tensor], chunk: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(sum, mean, 0-d bool: is the sum finite) of what arrived for the chunk. The sum may leave the range of its
+        type, the mean not."""
         size = len(arrived)
         parts = [
             self.codec.decode(wire, chunk.shape, chunk.dtype, derive(seed, r, rank)) for r, wire in enumerate(arrived)
         ]
         total, unit = _sum_in_order(parts), large_unit(size)
-        return total, _where_finite(
-            total, lambda: total / size, lambda: _sum_in_order([part / unit for part in parts]) / (size / unit)
+        fits = is_finite(total)
+        average = _where(
+            fits, lambda: total / size, lambda: _sum_in_order([part / unit for part in parts]) / (size / unit)
         )
+        return total, average, fits
 
     def lengths(self, n: int, size: int) -> list[int]:
         """The lengths of `size` chunks of n values, all but the last few of whole blocks; a chunk may be empty."""
@@ -178,9 +181,8 @@ def _checked(mean: Tensor, good: Tensor, key: object) -> Tensor:
     return mean
 
 
-def _where_finite(total: Tensor, usual: Callable[[], Tensor], otherwise: Callable[[], Tensor]) -> Tensor:
-    """usual() where the whole total is finite, otherwise() where not. A card computes both, and is not waited for."""
-    fits = is_finite(total)
+def _where(fits: Tensor, usual: Callable[[], Tensor], otherwise: Callable[[], Tensor]) -> Tensor:
+    """usual() where 0-d `fits` is true, otherwise() where not. A card computes both, and is not waited for."""
     if fits.is_cuda:
         return torch.where(fits, usual(), otherwise())
     return usual() if bool(fits) else otherwise()

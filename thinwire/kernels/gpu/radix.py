@@ -26,7 +26,7 @@ WINDOW = 128  # bins counted at a time, eight to an octave
 REFINE = {torch.float32: (10, 10), torch.float16: (7,), torch.bfloat16: (4,)}  # bits that each later one resolves
 FEW = 128  # bins that are counted by ballots
 SHARED = True  # count in shared memory, but for the interpreter
-SHARED_SIZE, SHARED_WARPS, SHARED_PROGRAMS = 2048, 4, 1056  # values at a time, warps of a program, programs
+SHARED_SIZE, SHARED_WARPS, SHARED_PROGRAMS = 4096, 8, 528  # values at a time, warps of a program, programs
 
 
 @triton.jit

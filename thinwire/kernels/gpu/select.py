@@ -123,6 +123,15 @@ def _place(
     second row. GUARDED: nothing where skip[0]."""
     n = unless(skip, n, GUARDED)
     tile = tl.program_id(0).to(tl.int64)
+    if tile * TILE < n:
+        _place_tile(marks, counts, limit, x, index, values, tile, n, room, count, TIES, TILE, GROUP)
+
+
+@triton.jit
+def _place_tile(
+    marks, counts, limit, x, index, values, tile, n, room, count,
+    TIES: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     words, ones, rank, before = _ranked(marks, counts, tile, n, count, TILE, GROUP)
     if TIES:
         marks, counts = _second_row(marks, counts, count, TILE, GROUP)

@@ -69,8 +69,8 @@ def decode_flagged(wire: Tensor, n: int, k: int, impl: str | None = None) -> tup
     if impl != "reference":
         coder = load(impl, "indices")
         index, found = coder.decode_bitmap(wire, n, k) if bitmap else coder.decode_elias_fano(wire, n, k)
-        if impl == "gpu":  # found: counts whose sum is how many there are
-            return coder.checked(index, n, found)
+        if impl == "gpu":  # found: whether they are good
+            return index, found
     else:
         index = torch.nonzero(_unpack_ones(wire)).reshape(-1) if bitmap else _elias_fano(wire, n, k)
         index, found = (index if index.numel() == k else index.new_zeros(k)), torch.tensor(index.numel())

@@ -77,9 +77,10 @@ def _low_part(wire, before, rank, mask, low):
     return (held >> (first & 7)) & ((tl.full([], 1, tl.int64) << low) - 1)
 
 
-@triton.jit(do_not_specialize=["size", "low", "k"], do_not_specialize_on_alignment=["high", "lows"])
-def _place(high, lows, counts, index, size, low, k, RANKED: tl.constexpr, SIZE: tl.constexpr):
-    """index[rank] of the first k set bits; counts: ones in each program's bytes."""
+@triton.jit(do_not_specialize=["size", "low", "k", "n"], do_not_specialize_on_alignment=["high", "lows"])
+def _place(high, lows, counts, index, good, size, low, k, n, RANKED: tl.constexpr, SIZE: tl.constexpr):
+    """index[rank] of the first k set bits; counts: ones in each program's bytes. good[0] becomes false unless there are
+    k, ascending and below n; what is not there or outside is brought inside."""
     start = tl.program_id(0).to(tl.int64) * SIZE
     place = tl.arange(0, SIZE)
     byte = tl.load(high + start + place, mask=start + place < size, other=0).to(tl.int32)
@@ -91,36 +92,54 @@ def _place(high, lows, counts, index, size, low, k, RANKED: tl.constexpr, SIZE: 
     mask = ((byte[:, None] >> bit) & 1 == 1) & (rank < left)
     value = place[:, None] * 8 + bit
     if RANKED:
-        value -= rank
-        high_part = (start * 8 - before + value) << low
-        tl.store(index + before + rank, high_part | _low_part(lows, before, rank, mask, low), mask=mask)
+        low_part = _low_part(lows, before, rank, mask, low)
+        entry = ((start * 8 - before + (value - rank)) << low) | low_part
+        # where the bit before is set, both have one high part, and the low parts must ascend
+        last = tl.load(high + start + place - 1, mask=(start + place > 0) & (start + place <= size), other=0)
+        joined = (byte << 1) | (last.to(tl.int32) >> 7)
+        near = mask & (((joined[:, None] >> bit) & 1) == 1)
+        wrong = near & (_low_part(lows, before, rank - 1, near, low) >= low_part)
     else:
-        tl.store(index + before + rank, start * 8 + value, mask=mask)
+        entry = start * 8 + value
+        wrong = mask & (entry < 0)
+    wrong = wrong | (mask & (entry >= n))
+    tl.store(index + before + rank, tl.minimum(entry, n - 1), mask=mask)
+    _say_bad(good, wrong)
+    if start + SIZE >= size:
+        _end(index, good, before + tl.sum(ones), k, SIZE)
 
 
-@triton.jit(do_not_specialize=["n", "k", "programs"])
-def _check(index, good, counts, n, k, programs, COUNTED: tl.constexpr, SIZE: tl.constexpr):
-    """Make good[0] false unless all are inside and ascending (COUNTED: and the sum of `programs` counts is k). Those
-    outside are brought to the edge."""
-    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    value = tl.load(index + i, mask=i < k, other=0)
-    outside = (i < k) & ((value < 0) | (value >= n))
-    before = tl.load(index + i - 1, mask=(i < k) & (i > 0), other=-1)  # at the edge already, perhaps: it said so itself
-    wrong = outside | ((i < k) & (i > 0) & (value <= before))
-    if COUNTED:  # noqa: SIM102 — a constant, and a value of run time
-        if tl.program_id(0) == 0:
-            wrong = wrong | ((i == 0) & (_counted_before(counts, programs, SIZE) != k))
-    tl.store(index + i, tl.minimum(tl.maximum(value, 0), n - 1), mask=outside)
+@triton.jit
+def _end(index, good, total, k, SIZE: tl.constexpr):
+    """Zeros where there are fewer than k, and a word of it, also where there are more."""
+    if total != k:
+        tl.store(good, total == k)
+        for first in range(total, k, SIZE):
+            i = first + tl.arange(0, SIZE)
+            tl.store(index + i, tl.zeros([SIZE], tl.int64), mask=i < k)
+
+
+@triton.jit
+def _say_bad(good, wrong):
     ones = wrong.to(tl.int32)
     tl.store(good + ones * 0, ones < 0, mask=ones > 0)
 
 
-def checked(index, n, counts=None):
-    """(the indices, 0-d bool: they are good and, where `counts` is given, as many as its sum), without waiting for the
-    card."""
+@triton.jit(do_not_specialize=["n", "k"])
+def _check(index, good, n, k, SIZE: tl.constexpr):
+    """Make good[0] false unless all are inside and ascending. Those outside are brought to the edge."""
+    i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    value = tl.load(index + i, mask=i < k, other=0)
+    outside = (i < k) & ((value < 0) | (value >= n))
+    before = tl.load(index + i - 1, mask=(i < k) & (i > 0), other=-1)  # at the edge already, perhaps: it said so itself
+    tl.store(index + i, tl.minimum(tl.maximum(value, 0), n - 1), mask=outside)
+    _say_bad(good, outside | ((i < k) & (i > 0) & (value <= before)))
+
+
+def checked(index, n):
+    """(the indices, 0-d bool: they are good), without waiting for the card."""
     k, good = index.numel(), true_flag(index)
-    arguments = index, good, index if counts is None else counts, n, k, 0 if counts is None else counts.numel()
-    launch(_check, triton.cdiv(k, SIZE), *arguments, COUNTED=counts is not None, SIZE=SIZE)
+    launch(_check, triton.cdiv(k, SIZE), index, good, n, k, SIZE=SIZE)
     return index, good
 
 
@@ -145,20 +164,21 @@ def _encoded(index, size, base, low, ranked):
 
 def decode_bitmap(wire, n, k):
     """What kernels/indices.py calls by this name, by Triton."""
-    return _decoded(wire.contiguous(), 0, k, 0, False)
+    return _decoded(wire.contiguous(), 0, n, k, 0, False)
 
 
 def decode_elias_fano(wire, n, k):
     """What kernels/indices.py calls by this name, by Triton."""
-    return _decoded(wire.contiguous(), elias_fano_bytes(n, k)[0], k, low_bits(n, k), True)
+    return _decoded(wire.contiguous(), elias_fano_bytes(n, k)[0], n, k, low_bits(n, k), True)
 
 
-def _decoded(wire, cut, k, low, ranked):
-    """(int64[k]; int64[…], whose sum is how many there are in the message), without waiting for the card."""
+def _decoded(wire, cut, n, k, low, ranked):
+    """(int64[k]; 0-d bool: the message holds k ascending ones below n), without waiting for the card."""
     high = wire[cut:]
     programs = triton.cdiv(high.numel(), BYTES)
     counts = torch.empty(programs, dtype=torch.int64, device=wire.device)
     launch(_count, programs, high, counts, high.numel(), SIZE=BYTES)
     index = torch.empty(k, dtype=torch.int64, device=wire.device)
-    launch(_place, programs, high, wire, counts, index, high.numel(), low, k, RANKED=ranked, SIZE=BYTES, warps=WARPS)
-    return index, counts
+    good, size = true_flag(index), high.numel()
+    launch(_place, programs, high, wire, counts, index, good, size, low, k, n, RANKED=ranked, SIZE=BYTES, warps=WARPS)
+    return index, good

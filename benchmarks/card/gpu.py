@@ -7,6 +7,7 @@ eager and torch.compile; `nccl` compares codecs, memories, collectives, pipeline
 the CPU; `hot` counts the host's waits for the card and its calls for memory; `pipeline` times a model of GPT2-XL's size
 over links of several rates and traces it, `pipeline-rest` has more rates, `pipeline-ahead` more or fewer micro-batches
 in flight, `pipeline-codecs` codecs beside the computation and in turn with it, `pipeline-each` ours at every rate,
+`pipeline-fast` and `pipeline-again` rates from 300 Mbit/s on,
 `pipeline-jumbo` packets of 9000 bytes; `gradients` times the mean of BERT-base-size gradients; `quality` fine-tunes
 over compressed boundaries. From `nccl` on, several processes share the one card. Exit status 1 if anything differs.
 Every section has a time limit of its own, and results are written as sections end.
@@ -55,6 +56,7 @@ SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "pipeline-codecs": lambda quick: gpu_pipeline.measure(seconds=130.0, cells=gpu_pipeline.CODECS),
     "pipeline-each": lambda quick: gpu_pipeline.measure(seconds=170.0, cells=gpu_pipeline.EACH),
     "pipeline-fast": lambda quick: gpu_pipeline.measure(seconds=85.0, cells=gpu_pipeline.FAST),
+    "pipeline-again": lambda quick: gpu_pipeline.measure(seconds=45.0, cells=gpu_pipeline.AGAIN),
     "pipeline-jumbo": lambda quick: gpu_pipeline.measure(seconds=120.0, cells=gpu_pipeline.JUMBO, mtu=9000),
     "gradients": lambda quick: gpu_gradients.measure(seconds=35.0, sizes=(2,)) if quick else gpu_gradients.measure(),
     "quality": lambda quick: gpu_quality.measure(size=gpu_quality.QUICK if quick else gpu_quality.Size()),

@@ -99,6 +99,10 @@ FAST: list[tuple[str, tuple[str, ...]]] = [  # rates at which computing counts a
     ("unlimited", ALL[1:6]), ("300mbit", OURS), ("1gbit", ALL[1:6]), ("500mbit", THIN), ("10gbit", OURS),
     ("300mbit", ("AQ 4/8", "AQ 3/6")),
 ]  # fmt: skip
+AGAIN: list[tuple[str, tuple[str, ...]]] = [  # a minute: ours at the rates at which computing counts
+    ("unlimited", ("bf16", *OURS)), ("300mbit", OURS), ("1gbit", OURS), ("500mbit", OURS), ("10gbit", OURS),
+    ("unlimited", OURS), ("300mbit", OURS), ("1gbit", ("bf16",)),
+]  # fmt: skip
 AHEAD: list[tuple[str, tuple[str, ...]]] = [(rate, DEPTHS) for rate in ("unlimited", "300mbit", "250mbit", "100mbit")]
 
 

@@ -7,8 +7,8 @@ eager and torch.compile; `nccl` compares codecs, memories, collectives, pipeline
 the CPU; `hot` counts the host's waits for the card and its calls for memory; `pipeline` times a model of GPT2-XL's size
 over links of several rates and traces it, `pipeline-rest` has more rates, `pipeline-ahead` more or fewer micro-batches
 in flight, `pipeline-codecs` codecs beside the computation and in turn with it, `pipeline-each` ours at every rate,
-`pipeline-fast` and `pipeline-again` rates from 300 Mbit/s on,
-`pipeline-jumbo` packets of 9000 bytes; `gradients` times the mean of BERT-base-size gradients; `quality` fine-tunes
+`pipeline-fast` and `pipeline-again` rates from 300 Mbit/s on, `pipeline-jumbo` packets of 9000 bytes; `gradients` times
+the mean of BERT-base-size gradients, `gradients-oktopk` Ok-Topk at eight ranks alone; `quality` fine-tunes
 over compressed boundaries. From `nccl` on, several processes share the one card. Exit status 1 if anything differs.
 Every section has a time limit of its own, and results are written as sections end.
 """
@@ -59,6 +59,7 @@ SECTIONS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "pipeline-again": lambda quick: gpu_pipeline.measure(seconds=45.0, cells=gpu_pipeline.AGAIN),
     "pipeline-jumbo": lambda quick: gpu_pipeline.measure(seconds=120.0, cells=gpu_pipeline.JUMBO, mtu=9000),
     "gradients": lambda quick: gpu_gradients.measure(seconds=35.0, sizes=(2,)) if quick else gpu_gradients.measure(),
+    "gradients-oktopk": lambda quick: gpu_gradients.measure(seconds=30.0, sizes=(8,), only="OkTopk"),
     "quality": lambda quick: gpu_quality.measure(size=gpu_quality.QUICK if quick else gpu_quality.Size()),
 }  # fmt: skip
 

@@ -62,7 +62,7 @@ def gradient(n: int, step: int, rank: int, device: torch.device) -> Tensor:
     return common.add_(own)
 
 
-def rank_main(device_name: str, folder: str, scale: int, steps: int, seconds: float) -> list[dict[str, Any]]:
+def rank_main(device_name: str, folder: str, scale: int, steps: int, only: str, seconds: float) -> list[dict[str, Any]]:
     began = time.monotonic()
     device = gpu_ranks.join(device_name, seconds=120.0)
     rank, size, asker, finish = dist.get_rank(), dist.get_world_size(), links.Asker(folder), _finish(device)
@@ -71,7 +71,7 @@ def rank_main(device_name: str, folder: str, scale: int, steps: int, seconds: fl
     small = torch.ones(1000, device=device)
     dist.all_reduce(small)
     finish()
-    for name, collective in methods().items():
+    for name, collective in ((name, each) for name, each in methods().items() if only in name):
         if links.meet(time.monotonic() - began) > seconds:
             break
         collective, group = collective.for_shapes(shapes), Metered(None)
@@ -116,14 +116,16 @@ def _finish(device: torch.device) -> Any:
     return torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
 
 
-def measure(device: str = "cuda", seconds: float = 150.0, sizes: Any = (8, 2, 4), scale: int = 1) -> dict[str, Any]:
-    """`seconds` for all sizes together."""
+def measure(
+    device: str = "cuda", seconds: float = 150.0, sizes: Any = (8, 2, 4), scale: int = 1, only: str = ""
+) -> dict[str, Any]:
+    """`seconds` for all sizes together. only: methods whose name holds this."""
     rows, end = [], time.monotonic() + seconds
     with links.shared_card(device) as shared:
         for size in sizes:
             left = end - time.monotonic()
             if left > 15:
-                rows += links.on_links(rank_main, size, device, left, scale, STEPS)[0]
+                rows += links.on_links(rank_main, size, device, left, scale, STEPS, only)[0]
     print(f"{'ranks':>5}  {'method':28}{'s':>8}{'MB sent':>9}{'selection':>11}")
     for row in sorted(rows, key=lambda row: row["ranks"]):
         share = f"{row['selection']:.1%}" if row["selection"] else ""

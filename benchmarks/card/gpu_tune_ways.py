@@ -84,8 +84,8 @@ def ways() -> Iterator[Way]:
 
 
 QUESTIONS = (
-    "cache .cg", "cache .cv", "size 128 warps 1", "by ballots", "size 2048 warps 4 programs 1056", "size 4096 warps 8 programs 1056",
-    "size 8192 warps 16 programs 264", "torch's", "rows 8 warps 4 programs 1056",
+    "cache .cg", "cache .cv", "size 128 warps 1", "by ballots", "size 2048 warps 4 programs 1056",
+    "size 4096 warps 8 programs 1056", "size 8192 warps 16 programs 264", "torch's", "rows 8 warps 4 programs 1056",
     "rows 4 warps 4 programs 1056", "rows 4 warps 8 programs 1056", "rows 2 warps 8 programs 1056", "size 256 warps 4",
     "size 1024 warps 8", "bytes 256 warps 4", "bytes 512 warps 8", "width 32 tile 1024 warps 1 registers 64",
     "width 64 tile 2048 warps 2 registers 64",

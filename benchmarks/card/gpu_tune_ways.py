@@ -53,8 +53,6 @@ def ways() -> Iterator[Way]:
                 yield Way(name, how, dtype, ((module, "encode_tiling", chosen),))
         yield Way("scatter add 1 %", "own", dtype, ())
         yield Way("scatter add 1 %", "torch's", dtype, ((gpu_select, "scatter_add", index_add),))
-        for cache in (".cg", ".cv"):
-            yield Way("scatter add 1 %", f"cache {cache}", dtype, ((gpu_select, "ADD_CACHE", cache),))
         for size, warps in ((128, 1), (256, 2), (256, 4), (512, 8), (1024, 4), (1024, 8), (2048, 4)):
             patches = (gpu_select, "ADD", size), (gpu_select, "ADD_WARPS", warps)
             yield Way("scatter add 1 %", f"size {size} warps {warps}", dtype, patches)
@@ -84,7 +82,7 @@ def ways() -> Iterator[Way]:
 
 
 QUESTIONS = (
-    "cache .cg", "cache .cv", "size 128 warps 1", "by ballots", "size 2048 warps 4 programs 1056",
+    "size 128 warps 1", "by ballots", "size 2048 warps 4 programs 1056",
     "size 4096 warps 8 programs 1056", "size 8192 warps 16 programs 264", "torch's", "rows 8 warps 4 programs 1056",
     "rows 4 warps 4 programs 1056", "rows 4 warps 8 programs 1056", "rows 2 warps 8 programs 1056", "size 256 warps 4",
     "size 1024 warps 8", "bytes 256 warps 4", "bytes 512 warps 8", "width 32 tile 1024 warps 1 registers 64",

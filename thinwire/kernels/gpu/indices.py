@@ -16,7 +16,7 @@ from thinwire.kernels.gpu.scratch import true_flag
 from thinwire.kernels.indices import elias_fano_bytes, low_bits
 
 SIZE = 1024  # indices a program handles
-BYTES, WARPS = 512, 4  # of a bit vector, that a program handles: eight lanes each, 16 a thread
+BYTES, WARPS = 256, 4  # of a bit vector, that a program handles: eight lanes each
 
 
 @triton.jit(do_not_specialize=["k", "base", "low"])

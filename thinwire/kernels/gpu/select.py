@@ -27,7 +27,7 @@ from thinwire.kernels.gpu.scalar import MAGNITUDE, bits_of, narrow, widen
 __all__ = ["histogram", "kth_magnitude", "scatter_add", "select", "select_into", "top"]
 
 SIZE, MARK_WARPS = 8192, 8  # values a program marks
-ADD, ADD_WARPS, ADD_CACHE = 256, 4, ""  # entries a program adds, and the caches that their places go through
+ADD, ADD_WARPS = 256, 4  # entries a program adds
 TILE, PLACE_WARPS = 16384, 1  # values whose entries a program places; SIZE divides TILE
 LARGE, FEW = 1 << 22, 32  # from so many values on, k of them at most one in so many: by way of a sample,
 EVERY, RUN = 64, 256  # one in so many, in runs of so many,
@@ -159,13 +159,13 @@ def _place_tile(
 
 
 @triton.jit(do_not_specialize=["n", "k"])
-def _scatter_add(out, index, values, n, k, SIZE: tl.constexpr, CACHE: tl.constexpr):
+def _scatter_add(out, index, values, n, k, SIZE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     place = tl.load(index + i, mask=i < k, other=-1)
     value = tl.load(values + i, mask=i < k, other=0)  # beside the index, not after it
     inside = (place >= 0) & (place < n)
     value = narrow(widen(value), out.dtype.element_ty)
-    total = widen(tl.load(out + place, mask=inside, other=0, cache_modifier=CACHE)) + widen(value)
+    total = widen(tl.load(out + place, mask=inside, other=0)) + widen(value)
     tl.store(out + place, narrow(total, out.dtype.element_ty), mask=inside)
 
 
@@ -279,16 +279,5 @@ def _written(x, marked, limit, index, values, ties=False, skip=None):
 def scatter_add(out, index, values):
     """An index outside `out` is skipped: to raise would need a host synchronisation."""
     k = index.numel()
-    launch(
-        _scatter_add,
-        triton.cdiv(k, ADD),
-        out,
-        index,
-        values,
-        out.numel(),
-        k,
-        SIZE=ADD,
-        CACHE=ADD_CACHE,
-        warps=ADD_WARPS,
-    )
+    launch(_scatter_add, triton.cdiv(k, ADD), out, index, values, out.numel(), k, SIZE=ADD, warps=ADD_WARPS)
     return out

@@ -17,6 +17,7 @@ from thinwire.collectives.transit import MIX, Transit
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.exchange import Exchange
 from thinwire.data_parallel.gradient_units import make_units
+from thinwire.data_parallel.reducer import Reducer
 from thinwire.kernels.checksum import PRIME
 from thinwire.memory import ErrorFeedback, Plain
 from thinwire.memory.channel import Channel
@@ -169,3 +170,22 @@ def test_one_value_that_is_not_finite_is_found_by_the_norm(dtype):
             y = x.clone()
             y[place] = value
             assert not largest_is_finite(y)
+
+
+def test_two_reducers_on_one_thread_exchange_in_the_order_in_which_they_were_given():
+    """As the trainer has them on a card: of gradients and of a tied embedding, in one order on all ranks."""
+    weights = [torch.nn.Parameter(torch.zeros(8, 8)) for _ in range(2)]
+    first = Reducer([("one", weights[0])], "max", agrees=False)
+    second = Reducer([("two", weights[1])], "max", agrees=False, thread=first.thread)
+    order = []
+    for reducer, weight, name in ((first, weights[0], "one"), (second, weights[1], "two")):
+        weight.grad = noise(64, 1).view(8, 8)
+        with mock.patch.object(reducer.exchange.later, "leave", lambda good, name=name: order.append(name) or True):
+            reducer.put_rest()
+            reducer.thread.queue.join()
+    assert order == ["one", "two"] and second.setup.thread is first.thread
+    for reducer in (first, second):
+        assert reducer.exchanged()
+        reducer.settle(False)
+        reducer.close()
+    assert first.thread.thread is None

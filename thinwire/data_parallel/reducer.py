@@ -62,6 +62,7 @@ class Reducer:
     shard_group: ranks that reduce other parts of the same parameters in the same passes, as the shards of a model do;
     a step counts on all of them or on none.
     agrees: False: its user asks all ranks whether a step counts, between `exchanged` and `settle`. name: in its quorum.
+    thread: another reducer's, whose exchanges then come before or after this one's, in one order on all ranks.
 
     UsageError where an argument is not allowed, nothing is to be reduced, or ranks differ in configuration.
     """
@@ -69,7 +70,7 @@ class Reducer:
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], wire: WireLike, group: Group = None, *,
         seed: int = 0, nonfinite: str = "nan", scale: Callable[[], float] | None = None, shard_group: Group = None,
-        agrees: bool = True, name: str = "gradients",
+        agrees: bool = True, name: str = "gradients", thread: CommunicationThread | None = None,
     ) -> None:  # fmt: skip
         everything = list(named_parameters)
         self.parameters = trainable_parameters(everything)
@@ -97,7 +98,7 @@ class Reducer:
         shapes = {name: tuple(p.shape) for name, p in self.parameters.items()}
         streams = settled_streams(wire.streams, own or ALONE)
         self.exchange = Exchange(shapes, self.reduction, own or ALONE, seed, own_group=True, streams=streams)
-        self.thread = CommunicationThread("thinwire gradients")
+        self.thread = thread or CommunicationThread("thinwire gradients")
         self.checkpoint = RankState(self.exchange, self.rank, self.size)
         agreeing = tuple(g for g in (own or quorum, shards) if g is not None)
         device = next(iter(self.parameters.values())).device
@@ -136,8 +137,7 @@ class Reducer:
 
     @property
     def compressing(self) -> bool:
-        """Will the next pass be compressed? Not in the warm-up, not where it was turned off, and not where the wire is
-        exact or there is nobody to send to."""
+        """Will the next pass be compressed? Not in the warm-up, where it was turned off, or the wire is exact."""
         return self.size > 1 and bool(self.exchange.compressed) and not self._exact_pass()
 
     def summary(self) -> Summary:

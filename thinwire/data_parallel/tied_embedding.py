@@ -24,6 +24,7 @@ from thinwire.collectives.messages import all_reduce, gather
 from thinwire.config.wire import Reduction, Wire, WireLike
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.distributed.summary import Summary
+from thinwire.distributed.thread import CommunicationThread
 from thinwire.errors import UsageError
 from thinwire.kernels.checksum import checksum
 
@@ -40,14 +41,14 @@ class TiedEmbedding:
     parameter: the copy. wire: its embedding section is used, or exact averaging where it has none.
     ends: the process group of both stages over all replicas; by rows, of the owners. replicas: of this stage over all
     replicas. pair: of both stages in this replica. The last two are needed for sync = "separate" only.
-    seed: of stochastic rounding and of random choices, equal on all ranks. agrees: as of `Reducer`.
+    seed: of stochastic rounding and of random choices, equal on all ranks. agrees, thread: as of `Reducer`.
 
     UsageError where a group is missing, or ranks differ in configuration.
     """
 
     def __init__(
         self, parameter: nn.Parameter, wire: WireLike, ends: Group, replicas: Group = None, pair: Group = None, *,
-        seed: int = 0, agrees: bool = True,
+        seed: int = 0, agrees: bool = True, thread: CommunicationThread | None = None,
     ) -> None:  # fmt: skip
         wire = Wire.of(wire)
         reduction = wire.embedding or Reduction(Dense())
@@ -59,7 +60,7 @@ class TiedEmbedding:
         self.pair = Metered(unmetered(pair))
         exact = Wire(gradient=replace(reduction, exact_dims=0, exclude=()), streams=wire.streams)
         group = replicas if self.sync == "separate" else ends
-        self.reducer = Reducer([(NAME, parameter)], exact, group, seed=seed, agrees=agrees)
+        self.reducer = Reducer([(NAME, parameter)], exact, group, seed=seed, agrees=agrees, thread=thread)
         self.healed = 0
         self.finished = 0  # passes of this object; those of a loaded state are not among them
 

@@ -63,10 +63,13 @@ class Update:
             self.frozen = frozen_adam(config, wire, mesh.dp, rest, epoch)
         elif rest:
             self.reducer = Reducer(rest.items(), wire, mesh.dp, seed=config.run.seed, agrees=False)
+        # on a card, kernels of two communicators that ranks launch in different orders can wait for each other
+        thread = self.reducer.thread if self.reducer is not None and config.run.device == "cuda" else None
         if tied is not None:
             groups_of_tied = (mesh.ends if rows is None else mesh.dp, mesh.dp, mesh.pair)
-            self.tied = TiedEmbedding(named[tied], wire, *groups_of_tied, seed=config.run.seed, agrees=False)
-        self.shared = SharedWeights(copies, config.mesh.pp, config.run.seed, mesh.inside) if copies else None
+            seed = config.run.seed
+            self.tied = TiedEmbedding(named[tied], wire, *groups_of_tied, seed=seed, agrees=False, thread=thread)
+        self.shared = SharedWeights(copies, config.mesh.pp, config.run.seed, mesh.inside, thread) if copies else None
         by_adam = named if self.frozen is None else {name: p for name, p in named.items() if name in apart}
         if by_adam:
             self.adam = torch.optim.AdamW(groups(config.optim, by_adam), **moments(config), foreach=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from thinwire.codecs.base import raw_bytes
 from thinwire.config.wire import Wire
 from thinwire.data_parallel.reducer import Reducer
+from thinwire.distributed.thread import CommunicationThread
 from thinwire.kernels.checksum import checksum
 
 logger = logging.getLogger("thinwire.tied")
@@ -25,16 +26,17 @@ class SharedWeights:
     """This rank's copies.
 
     named: them, by name. stages: how many pipeline ranks a replica has. seed: the run's. site: the ranks of this site;
-    None: all ranks.
+    None: all ranks. thread: as of `Reducer`.
     """
 
     def __init__(
-        self, named: Mapping[str, nn.Parameter], stages: int, seed: int, site: dist.ProcessGroup | None = None
-    ) -> None:
+        self, named: Mapping[str, nn.Parameter], stages: int, seed: int, site: dist.ProcessGroup | None = None,
+        thread: CommunicationThread | None = None,
+    ) -> None:  # fmt: skip
         self.named = dict(named)
         self.stages = stages
         self.site = site
-        self.reducer = Reducer(self.named.items(), Wire(), site, seed=seed, agrees=False)
+        self.reducer = Reducer(self.named.items(), Wire(), site, seed=seed, agrees=False, thread=thread)
 
     def exchanged(self) -> bool:
         """.grad ← the sum over stages of the mean over replicas; False where this rank saw a fault (`Reducer`)."""

@@ -1,9 +1,9 @@
 """One run of oktopk.py: all workers in one process, with one copy of the weights, which are equal on all of them.
 
 Every step computes each worker's gradient of its own batch, one after the other (on a card that is one CUDA graph).
-Then each worker's gradient goes through the library's channel and collective, with that worker's own residual, between
-members of an in-process group, as it would between processes; of Ok-Topk as published all workers' at once, to the
-same bits (oktopk_fast.py).
+Then the gradients are averaged as the library's channels and collectives do, with every worker's own residual: all
+workers at once where that is known to have their bits (oktopk_fast.py, oktopk_rows.py), else between members of an
+in-process group, as it would be between processes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from oktopk_fast import AllAtOnce, is_published
 from oktopk_methods import METHODS
+from oktopk_rows import Rows, is_known
 from oktopk_tasks import Batch, Task
 from torch import Tensor, nn
 
@@ -202,14 +203,24 @@ class Workers:
         return [state[self.units[0].name]["selected"].tolist() for state in states]
 
 
-def xi_of(workers: Workers | AllAtOnce, gradients: Tensor) -> Any:
+Averaging = Workers | AllAtOnce | Rows
+
+
+def averaging(run: Run, weights: Weights, reduction: Reduction) -> Averaging:
+    """What averages the workers' gradients."""
+    if is_published(reduction):
+        return AllAtOnce(run.workers, weights.flat.numel(), reduction, weights.flat.device)
+    return (Rows if is_known(reduction) else Workers)(run.workers, weights.shapes, reduction, run.seed)
+
+
+def xi_of(workers: Averaging, gradients: Tensor) -> Any:
     """What `noted` needs of a step before it: the mean accumulated gradient and the mean gradient."""
     kept = [workers.residual(rank) for rank in range(len(gradients))]
     acc = torch.stack([g if e is None else g + e for g, e in zip(gradients, kept)]).mean(0)
     return acc, gradients.mean(0)
 
 
-def noted(before: Any, mean: Tensor, workers: Workers | AllAtOnce, step: int) -> dict[str, Any]:
+def noted(before: Any, mean: Tensor, workers: Averaging, step: int) -> dict[str, Any]:
     """Counts and both ξ of a step: by the norm of the mean accumulated gradient, and of the mean gradient (Assumption
     1)."""
     acc, gradient = before
@@ -239,11 +250,7 @@ def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     reduction, steps = METHODS[run.method].reduction(task.warmup), task.steps(run.epochs)
     weights = Weights(task.build().to(task.device), reduction)
-    workers: Workers | AllAtOnce
-    if is_published(reduction):
-        workers = AllAtOnce(run.workers, weights.flat.numel(), reduction, task.device)
-    else:
-        workers = Workers(run.workers, weights.shapes, reduction, run.seed)
+    workers = averaging(run, weights, reduction)
     optimiser = task.optimiser_of(weights.flat, run.rate * task.rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_at(step, steps))
     batches = task.batches(run.seed, run.workers, steps)

@@ -9,6 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks" / "quality"
 
@@ -93,3 +94,28 @@ def test_verdicts_are_of_the_whole_interval(monkeypatch: pytest.MonkeyPatch) -> 
     step = 16 * 256 * 576 * 4 * 3  # SmolLM2's activations, over three boundaries
     found = seconds({"forward": step, "backward": step, "embedding": 2 * 4 * 49152 * 576}, 3e8)
     assert found == pytest.approx(4.16, rel=0.05)  # as fp32 took on a card at 300 Mb/s (docs/papers.md)
+
+
+def test_low_rank_steps_are_the_librarys_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages and residuals of lazy_steps.py beside both ends of a lane, after the first message, whose start is
+    drawn."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "card"))
+    import lazy_error
+    import lazy_steps
+
+    lane, ours = lazy_error.Boundary(lazy_error.links("rank 4")["lazy"], 1), lazy_steps.Boundary(4, True, range(3))
+    torch.manual_seed(0)
+    for step in range(3):
+        lane.begin(step)
+        ours.begin()
+        for microbatch in range(3):
+            a, g = torch.randn(2, 2, 20, 16)
+            found = ours.send(a, g)
+            expected = lane.send(a, g)
+            (channel,) = lane.lanes[0].coded.values()
+            kept = [channel.state.read(slot, f"{lane.lanes[0].name}/0") for slot in ("q", "e")]
+            if step or microbatch:
+                assert torch.allclose(found, expected, atol=1e-5)
+                assert torch.allclose(ours.e, kept[1].flatten(0, -2), atol=1e-5)
+            ours.q, ours.e = (one.reshape(-1, one.shape[-1]).clone() for one in kept)
+        lane.end()

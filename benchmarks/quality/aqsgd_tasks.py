@@ -70,12 +70,12 @@ TASKS = {
         (5e-5, 1e-4, 2e-4), 8, FOUR, THREE, {},
     ),
     "cola": Task(
-        "classify", {**SENTENCES, "seq_len": 32}, {"batch": 32, "epochs": 3, "warmup": 40}, (1.5e-5, 3e-5, 6e-5), 8,
-        FOUR, THREE, {},
+        "classify", {**SENTENCES, "seq_len": 32}, {"batch": 32, "epochs": 3, "warmup": 40},
+        (5e-6, 1e-5, 2e-5, 4e-5), 8, FOUR, THREE, {}, 1,
     ),
     "wikitext": Task(
         "causal", {"seq_len": 256, "held_out": 0.1}, {"batch": 16, "epochs": 3, "warmup": 10}, (5e-5, 1e-4, 2e-4), 3,
-        tuple(WIRES), (*THREE, "AQ-SGD 3/6", "rotated 4/4"), {"autocast": "bf16"}, 1,
+        tuple(WIRES), (*THREE, "AQ-SGD 2/4", "rotated 4/4", "AQ-SGD 3/6", "direct 4/8"), {"autocast": "bf16"}, 1,
     ),
 }  # fmt: skip
 WORDS = ["plain", "thin", "dense", "warm", "cold", "sparse", "exact", "late", "early", "wide"]

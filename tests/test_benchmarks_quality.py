@@ -80,6 +80,8 @@ def test_tables_of_papers_are_made_by_their_commands(tmp_path: Path) -> None:
     assert all(row["held_out"][-1] < row["held_out"][0] for row in rows)
     exact, ours = (next(r["bytes"][-1] for r in rows if r["wire"] == wire) for wire in ("fp32", "ours 3/3"))
     assert 5 * ours["forward"] < exact["forward"] and 9 * ours["backward"] < exact["backward"]
+    ends = made("quality/aqsgd.py", "--tasks", "wikitext-dp2")  # replicas too
+    assert "| end to end, published | 2 |" in ends and "| end to end, ours | 2 |" in ends
     again = made("quality/aqsgd.py", "--tasks", "sst2,wikitext")
     assert "rate 0.003, seed" not in again and again.count("| ours 3/3 | 2 |") == 2
     assert "| rank 16 | lazy | 2 |" in made("card/lazy_long.py") and "cosine" in made("card/lazy_long.py", "--table")

@@ -69,7 +69,9 @@ class Boundary:
         error, change = self.e.flatten(), change.flatten()
         sizes = [x.square().mean().sqrt().clamp(min=1e-30) for x in (error, change)]
         self.noted.copy_(
-            torch.stack((error.mean() / sizes[0], change.mean() / sizes[1], (error * change).mean() / sizes[0] / sizes[1]))
+            torch.stack(
+                (error.mean() / sizes[0], change.mean() / sizes[1], (error * change).mean() / sizes[0] / sizes[1])
+            )
         )
 
     def diagnostic(self) -> dict[str, float]:
@@ -103,9 +105,7 @@ class Training:
     data: bytes[samples, length + 1]. steps: what every step takes. microbatches: of a step.
     """
 
-    def __init__(
-        self, model: Model, data: Tensor, steps: Steps, microbatches: int, boundaries: list[Boundary]
-    ) -> None:
+    def __init__(self, model: Model, data: Tensor, steps: Steps, microbatches: int, boundaries: list[Boundary]) -> None:
         self.model, self.data, self.rows, self.microbatches = model, data, steps.rows, microbatches
         self.boundaries, self.done, self.how = boundaries, 0, "eager"
         device = data.device

@@ -31,7 +31,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or a question abo
 
 import torch
 from aqsgd_table import tables
-from aqsgd_tasks import TASKS, THREE, WIRES, config, tiny_sentences
+from aqsgd_tasks import ENDS, TASKS, THREE, WIRES, config, tiny_sentences
 from gpu_pipeline import shared_card
 
 from thinwire.bench.one_process.training import OneProcess
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 CHECKED: dict[str, Checked] = {}  # by task: read before the workers are forked
-QUICK = {"seeds": 2, "wires": ("fp32", "AQ-SGD 4/8", "ours 3/3"), "rates": (1e-3, 3e-3)}
+QUICK = {"seeds": 2, "rates": (1e-3, 3e-3)}
 
 
 def train(job: Job, place: Place) -> dict[str, Any] | None:
@@ -107,7 +107,8 @@ class Schedule:
         self.begun: set[Job] = set(self.found)
 
     def wires(self, task: str, seed: int = 0) -> list[str]:
-        named = QUICK["wires"] if self.quick else TASKS[task].claimed if seed else TASKS[task].wires
+        claimed = (THREE if TASKS[task].dp == 1 else TASKS[task].claimed) if self.quick else TASKS[task].claimed
+        named = claimed if seed or self.quick else TASKS[task].wires
         return [wire for wire in named if not self.only or wire in self.only]
 
     def next(self) -> list[Job]:
@@ -121,7 +122,7 @@ class Schedule:
                 best = min(sweep, key=lambda job: self.found[job]["held_out"][-1])
                 seeds = QUICK["seeds"] if self.quick else TASKS[task].seeds
                 jobs += [Job(task, wire, seed, best.rate) for seed in range(seeds) for wire in self.wires(task, seed)]
-        jobs.sort(key=lambda job: job.seed > 0 and job.wire not in THREE)  # these have all seeds first
+        jobs.sort(key=lambda job: job.seed > 0 and job.wire not in (*THREE, *ENDS))  # these have all seeds first
         new = [job for job in dict.fromkeys(jobs) if job not in self.begun]
         self.begun |= {*new}
         return new

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from aqsgd_tasks import WIRES
+from aqsgd_tasks import TASKS, WIRES
 
 from thinwire.planner.schedule import generate
 from thinwire.planner.simulate import simulate
@@ -86,23 +86,26 @@ def per_step(row: dict[str, Any], later: bool) -> dict[str, float]:
     return {kind: (after[kind] - before[kind]) / max(1, steps) for kind in after}
 
 
-def seconds(sent: dict[str, float], rate: float) -> float:
-    """A simulated 1F1B step on links of `rate` bit/s without latency. sent: bytes per step, over all boundaries."""
-    per_message = 8 * HEADERS / (rate * (STAGES - 1) * MICROBATCHES)
+def seconds(sent: dict[str, float], rate: float, dp: int = 1) -> float:
+    """A simulated 1F1B step on links of `rate` bit/s without latency. sent: bytes per step, over all boundaries of all
+    replicas. Gradients between replicas leave after the step, all stages' at the same time."""
+    per_message = 8 * HEADERS / (rate * (STAGES - 1) * MICROBATCHES * dp)
+    between = sent.get("gradient", 0) / (STAGES * dp) * 8 * HEADERS / rate
 
     def hop(send: Send) -> Hop:
         return Hop(wire=sent[str(send.traffic)] * per_message)
 
-    copies = Hop(wire=sent["embedding"] / 2 * 8 * HEADERS / rate)  # both send at the same time
+    copies = Hop(wire=sent["embedding"] / 2 / dp * 8 * HEADERS / rate)  # all send at the same time
     work = Work.even(STAGES, FORWARD, BACKWARD)
     step = Step(generate("1F1B", STAGES, MICROBATCHES, None), work, hop, embedding=copies, embedding_fused=True)
-    return simulate(step).makespan
+    return simulate(step).makespan + between
 
 
 def _times(rows: Rows) -> str:
     """Of a language model: seconds to the end of training, by rate."""
-    if rows[0]["task"] != "wikitext":
+    if not rows[0]["task"].startswith("wikitext"):
         return ""
+    dp = TASKS[rows[0]["task"]].dp
     best = best_rate(rows)
     first = {row["wire"]: row for row in rows if row["seed"] == 0 and row["rate"] == best}
     lines = [["wire", *(f"{name}: s per step, later" for name in RATES), *(f"{name}: whole run" for name in RATES)]]
@@ -110,7 +113,9 @@ def _times(rows: Rows) -> str:
     for wire in [name for name in WIRES if name in first]:
         row = first[wire]
         steps = row["epoch"], row["steps"] - row["epoch"]
-        each = {name: [seconds(per_step(row, later), rate) for later in (False, True)] for name, rate in RATES.items()}
+        each = {
+            name: [seconds(per_step(row, later), rate, dp) for later in (False, True)] for name, rate in RATES.items()
+        }
         whole = [sum(count * one for count, one in zip(steps, pair)) for pair in each.values()]
         lines.append([wire, *(f"{pair[1]:.2f}" for pair in each.values()), *(f"{total:.0f}" for total in whole)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

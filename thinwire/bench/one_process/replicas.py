@@ -38,11 +38,13 @@ class Averaged:
         """Every .grad ← the mean. local: by replica."""
         (named,) = self.copies
         if len(local) == 1:
-            return put(local[0], named)
+            put(local[0], named)
+            return
 
         def mean(member: InProcess) -> Gradients:
             exchange, own = self.exchanges[member.rank], local[member.rank]
-            exact, found = exchange.steps < self.warmup, {}
+            found: Gradients = {}
+            exact = exchange.steps < self.warmup
             for unit in exchange.units:
                 values = torch.cat([own[name].reshape(-1).float() for name in unit.parameters])
                 whole = exchange.reduce(unit, values, exact)

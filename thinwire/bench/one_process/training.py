@@ -264,8 +264,9 @@ def _refuse(config: TrainConfig) -> None:
     """UsageError where the run has what one process cannot have."""
     mesh, wire = config.mesh, Wire.of(config.wire)
     unlike = {
-        "[wire.gradient] stages": wire.gradient is not None and wire.gradient.stages == SLACK, "[mesh] tp": mesh.tp > 1, "[mesh] sites": mesh.sites > 1,
+        "[mesh] tp": mesh.tp > 1, "[mesh] sites": mesh.sites > 1,
         "[mesh] virtual": len(mesh.plan().rank_of) != mesh.pp, "[wire] auto": wire.auto,
+        "[wire.gradient] stages": wire.gradient is not None and wire.gradient.stages == SLACK,
         "[boundary]": bool(config.boundary.rank or config.boundary.open), "[model] dropout": config.model.dropout > 0,
     }  # fmt: skip
     found = [name for name, has in unlike.items() if has]

@@ -49,9 +49,10 @@ def _wires(rows: Rows) -> str:
             runs[row["wire"]][row["seed"]] = row
     plain = runs["fp32"]
     epochs = range(1, len(rows[0]["held_out"]))
-    scored = "accuracy" in rows[0]
+    scored, measured = "accuracy" in rows[0], all(row.get("peak") for row in rows)
     head = ["wire", "seeds", *(f"epoch {n}" for n in epochs), "over fp32, %, ± 95 %", "within 0.5 %",
-            *(["accuracy, %", "Matthews"] if scored else []), "MB per step, first epoch", "after it"]  # fmt: skip
+            *(["accuracy, %", "Matthews"] if scored else []), "MB per step, first epoch", "after it",
+            *(["peak memory, GB"] if measured else [])]  # fmt: skip
     lines = [head, ["---"] * len(head)]
     for wire in [name for name in WIRES if name in runs]:
         seeds = runs[wire]
@@ -60,7 +61,9 @@ def _wires(rows: Rows) -> str:
         means = [f"{statistics.fmean(seeds[s]['held_out'][n] for s in paired):.4f}" for n in epochs]
         scores = [f"{100 * _mean(seeds, paired, 'accuracy'):.2f}", f"{_mean(seeds, paired, 'matthews'):.3f}"]
         verdict = ["", ""] if wire == "fp32" else [interval(over), within(over)]
-        lines.append([wire, str(len(paired)), *means, *verdict, *(scores if scored else []), *_bytes(seeds[paired[0]])])
+        cells = [*(scores if scored else []), *_bytes(seeds[paired[0]])]
+        cells += [f"{seeds[paired[0]]['peak'] / 1e9:.2f}"] if measured else []
+        lines.append([wire, str(len(paired)), *means, *verdict, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

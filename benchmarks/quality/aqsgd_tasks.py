@@ -38,6 +38,7 @@ WIRES: dict[str, dict[str, Any]] = {
     "ours 3/3": {"preset": "max"},
     "rotated 4/4": {"preset": "scratch"},
     "end to end, published": {"preset": "paper-aqsgd"}, "end to end, ours": {"preset": "max"},
+    "Optimus-CC": {"preset": "paper-optimus"},
 }  # fmt: skip
 FROZEN = {"end to end, published": {"name": "frozen_adam", "freeze_after": "epoch"}}  # the optimiser of a wire
 
@@ -79,11 +80,11 @@ TASKS = {
     ),
     "wikitext": Task(
         "causal", {"seq_len": 256, "held_out": 0.1}, {"batch": 16, "epochs": 3, "warmup": 10}, (5e-5, 1e-4, 2e-4), 3,
-        tuple(WIRES)[:-2], (*THREE, "AQ-SGD 2/4", "rotated 4/4", "AQ-SGD 3/6", "direct 4/8"), {"autocast": "bf16"}, 1,
+        tuple(WIRES)[:-3], (*THREE, "AQ-SGD 2/4", "rotated 4/4", "AQ-SGD 3/6", "direct 4/8"), {"autocast": "bf16"}, 1,
     ),
     "wikitext-dp2": Task(  # activations, their gradients, replicas: the rate is the one that wikitext's sweep found
         "causal", {"seq_len": 256, "held_out": 0.1}, {"batch": 16, "epochs": 3, "warmup": 10}, (1e-4,), 3,
-        ("fp32", *ENDS, "bf16"), ("fp32", *ENDS), {"autocast": "bf16"}, 1, 2,
+        ("fp32", *ENDS, "Optimus-CC", "bf16"), ("fp32", *ENDS), {"autocast": "bf16"}, 1, 2,
     ),
 }  # fmt: skip
 WORDS = ["plain", "thin", "dense", "warm", "cold", "sparse", "exact", "late", "early", "wide"]

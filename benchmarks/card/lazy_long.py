@@ -71,9 +71,9 @@ def boundaries(job: Job) -> list[Boundary]:
     return [Boundary(rank, job.kind.endswith("lazy"), which, seed) for seed, which in enumerate(coded)]
 
 
-def train(job: Job, size: Size, steps: int, device: str, deadline: float) -> dict[str, Any] | None:
-    """One run; None where it is too late to begin."""
-    if time.time() > deadline:
+def train(job: Job, size: Size, steps: int, device: str, deadlines: tuple[float, float]) -> dict[str, Any] | None:
+    """One run; None where it is too late to begin, or to go on. deadlines: of time.time(), for each."""
+    if time.time() > deadlines[0]:
         return None
     gpu_ranks.use_reference_without_numba()
     torch.set_num_threads(1)
@@ -91,6 +91,8 @@ def train(job: Job, size: Size, steps: int, device: str, deadline: float) -> dic
     losses, diagnostic = [], []
     for step in range(steps):
         training.step()
+        if step % 50 == 0 and time.time() > deadlines[1]:
+            return None
         if (step + 1) % EVERY == 0 or step + 1 == steps:
             losses.append((step + 1, held_out_loss(model, held_out)))
             if job.kind == "lazy":
@@ -145,8 +147,9 @@ def run_all(args: argparse.Namespace, path: Path, began: float) -> None:
     rest = [job for job in plan(args.codecs.split(","), seeds) if (*job, steps) not in done]
     context = multiprocessing.get_context("spawn")
     card = shared_card(args.device) if args.device == "cuda" else nullcontext()
+    deadlines = began + args.budget, began + args.budget + args.grace
     with card, ProcessPoolExecutor(args.parallel, mp_context=context) as pool:
-        made = [pool.submit(train, job, size, steps, args.device, began + args.budget) for job in rest]
+        made = [pool.submit(train, job, size, steps, args.device, deadlines) for job in rest]
         for future in as_completed(made):
             if future.exception() is not None:
                 print(f"a run failed: {future.exception()!r}", flush=True)
@@ -167,6 +170,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parallel", type=int, default=9)
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
+    parser.add_argument("--grace", type=float, default=1e9, help="seconds after those, when runs are given up")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--quick", action="store_true")
     args, began = parser.parse_args(), time.time()

@@ -95,7 +95,7 @@ def work(options: argparse.Namespace, until: float, runs: Any, rows: Any) -> Non
             if run.task not in tasks:
                 data = made_up(run.task) if options.quick else read(options.data, run.task)
                 tasks[run.task] = TASKS[run.task](data, device, options.quick)
-            rows.put(train(run, tasks[run.task], options.probe))
+            rows.put(train(run, tasks[run.task], options.probe, until + options.grace))
         except Exception:
             rows.put({"run": str(run), "failed": traceback.format_exc()[-3000:]})
     rows.put(None)
@@ -207,6 +207,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=epochs_of, default={}, help="of the full schedule, such as vgg=30,llama=2")
     parser.add_argument("--parallel", type=int, default=6, help="runs at a time, each in a process; 0: in this one")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
+    parser.add_argument("--grace", type=float, default=1e9, help="seconds after those, when runs are given up")
     parser.add_argument("--probe", type=int, default=0, help="end every run after so many steps: how fast is it?")
     parser.add_argument("--limit", type=int, default=None, help="begin so many runs at most")
     parser.add_argument("--cpu", action="store_true", help="although a card is there; into runs-cpu.jsonl")

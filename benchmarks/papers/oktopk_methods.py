@@ -78,8 +78,8 @@ METHODS = {
         low_rank("rank 4", 4),
         low_rank("rank 16", 16),
         low_rank("rank 64", 64),
-        low_rank("rank 16, 4 of 6 layers", 16, 4),
-        low_rank("rank 16, 2 of 6 layers", 16, 2),
+        low_rank("rank 16 in 4 of 6 layers", 16, 4),
+        low_rank("rank 16 in 2 of 6 layers", 16, 2),
     )
 }
 CORE = ("dense", "Ok-Topk 1 %", "Ok-Topk 2 %", "4 bits")  # on which claims are made

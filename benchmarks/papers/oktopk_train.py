@@ -17,21 +17,17 @@ from typing import Any
 
 import torch
 from oktopk_fast import AllAtOnce, is_published
+from oktopk_members import Workers
 from oktopk_methods import METHODS
 from oktopk_rows import Rows, is_known
 from oktopk_tasks import Batch, Task
 from torch import Tensor, nn
 
 from thinwire.collectives import OkTopk
-from thinwire.collectives.groups import Metered
-from thinwire.collectives.in_process import InProcess, InProcessGroup
 from thinwire.collectives.oktopk import put
-from thinwire.collectives.sums import exact_mean
-from thinwire.config.wire import Reduction, warmup_steps
-from thinwire.data_parallel.gradient_units import Unit, is_exact, make_units
+from thinwire.config.wire import Reduction
+from thinwire.data_parallel.gradient_units import is_exact
 from thinwire.kernels import select
-from thinwire.memory import Plain
-from thinwire.memory.channel import Channel
 
 RAMP = 0.05  # of the steps the rate rises; a cosine then takes it to zero
 PROBES = 20  # measurements of counts and ξ over a run
@@ -149,60 +145,6 @@ def half(task: Task) -> Any:
     return torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if on else nullcontext()
 
 
-class Workers:
-    """The members that average gradients, each with its own channels.
-
-    size: how many. shapes: of the parameters, by name, in the order of the gradient. reduction: how. seed: the run's.
-    """
-
-    def __init__(self, size: int, shapes: dict[str, tuple[int, ...]], reduction: Reduction, seed: int) -> None:
-        self.group = InProcessGroup(size)
-        self.meters = [Metered(member) for member in self.group.members]
-        self.units, self.warmup, self.steps = make_units(shapes, reduction), warmup_steps("gradient", reduction), 0
-        self.channels = [
-            {unit: Channel(reduction.collective.for_shapes(unit.shapes), Plain() if unit.exact else reduction.memory,
-                           seed=seed, name=unit.name, measure_every=0) for unit in self.units}
-            for _ in range(size)
-        ]  # fmt: skip
-
-    def average(self, gradients: Tensor) -> list[Tensor]:
-        """Every member's mean of the rows; equal on all members."""
-
-        def work(member: InProcess) -> Tensor:
-            parts, place = [], 0
-            for unit in self.units:
-                x = gradients[member.rank, place : place + unit.numel]
-                parts.append(self._mean(member.rank, unit, x))
-                place += unit.numel
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        means = self.group.run(work)
-        self.steps += 1
-        return means
-
-    def _mean(self, rank: int, unit: Unit, x: Tensor) -> Tensor:
-        if unit.exact or self.steps < self.warmup:
-            return exact_mean(x, self.meters[rank])
-        channel = self.channels[rank][unit]
-        channel.begin(self.steps)
-        mean = channel.reduce(unit.name, x, self.meters[rank])
-        channel.commit()
-        return mean
-
-    def residual(self, rank: int) -> Tensor | None:
-        """Of the compressed part, before the next step."""
-        return self.channels[rank][self.units[0]].state.read("e", self.units[0].name)
-
-    def sent(self) -> list[float]:
-        """Bytes per member so far."""
-        return [meter.sent for meter in self.meters]
-
-    def selected(self) -> list[list[int]]:
-        """Per member: entries it selected, entries that passed; of the last step."""
-        states = [channels[self.units[0]].collective_state for channels in self.channels]
-        return [state[self.units[0].name]["selected"].tolist() for state in states]
-
-
 Averaging = Workers | AllAtOnce | Rows
 
 
@@ -245,8 +187,9 @@ def rate_at(step: int, steps: int) -> float:
     return (step + 1) / ramp if step < ramp else (1 + math.cos(math.pi * (step - ramp) / max(1, steps - ramp))) / 2
 
 
-def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
-    """The run's row. most: end after so many steps of the schedule (0: not), to measure its speed."""
+def train(run: Run, task: Task, most: int = 0, until: float = math.inf) -> dict[str, Any]:
+    """The run's row. most: end after so many steps of the schedule (0: not), to measure its speed. until: of
+    time.time(); TimeoutError after it."""
     torch.manual_seed(run.seed)
     reduction, steps = METHODS[run.method].reduction(task.warmup), task.steps(run.epochs)
     weights = Weights(task.build().to(task.device), reduction)
@@ -263,6 +206,8 @@ def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
             for buffer, first in zip(weights.model.buffers(), kept):  # capturing has moved running means
                 buffer.copy_(first)
             began = time.monotonic()
+        if time.time() > until:
+            raise TimeoutError(f"given up at step {step} of {steps}")
         rows = gradients(batch)
         probed = (
             isinstance(reduction.collective, OkTopk) and step >= workers.warmup and step % max(1, steps // PROBES) == 0
@@ -282,6 +227,8 @@ def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
             curve.append({"step": done, **measured(task, weights), "train": float(gradients.losses.mean())})
             if not math.isfinite(curve[-1]["loss"]):
                 break
+    if task.device.type == "cuda":
+        torch.cuda.synchronize()
     sent = [nbytes / done for nbytes in workers.sent()]
     agree = all(torch.equal(means[0], mean) for mean in means[1:])
     return {

@@ -54,7 +54,8 @@ class Place(NamedTuple):
     model: str
     data: str
     device: str
-    deadline: float  # of time.time(), after which nothing begins
+    deadline: float  # of time.time(), after which nothing begins,
+    end: float = float("inf")  # and nothing goes on
 
 
 CHECKED: dict[str, Checked] = {}  # by task: read before the workers are forked
@@ -62,7 +63,7 @@ QUICK = {"seeds": 2, "rates": (1e-3, 3e-3)}
 
 
 def train(job: Job, place: Place) -> dict[str, Any] | None:
-    """One run in a worker; None where it is too late to begin."""
+    """One run in a worker; None where it is too late to begin, or to go on."""
     if time.time() > place.deadline:
         return None
     torch.set_num_threads(1)
@@ -73,6 +74,8 @@ def train(job: Job, place: Place) -> dict[str, Any] | None:
     run = OneProcess(given, CHECKED[job.task])
     evals, sent = [run.evaluate()], [run.sent()]
     while run.step < run.steps:
+        if time.time() > place.end:
+            return None
         loss, _ = run.train_step()
         if run.step % run.epoch == 0 or run.step == run.steps:
             evals.append(run.evaluate())
@@ -203,7 +206,7 @@ def places(args: argparse.Namespace, out: Path, began: float) -> dict[str, Place
         folders = [pool.submit(as_folder, m, str(Path(m).parent), print) if is_gguf(m) else None for m in models]
         models = [m if folder is None else folder.result() for m, folder in zip(models, folders)]
     found = {
-        task: Place(model, one, args.device, began + args.budget)
+        task: Place(model, one, args.device, began + args.budget, began + args.budget + args.grace)
         for task, model, one in zip(tasks, models, data, strict=True)
     }
     read_data(found)
@@ -218,6 +221,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--parallel", type=int, default=1, help="runs at the same time")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
+    parser.add_argument("--grace", type=float, default=1e9, help="seconds after those, when runs are given up")
     parser.add_argument("--only", default="", help="these wires; rates are tried anyway")
     parser.add_argument("--out", default="out/aqsgd")
     parser.add_argument("--table", action="store_true", help="only print the tables")

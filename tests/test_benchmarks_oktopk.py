@@ -79,6 +79,30 @@ def test_rows_of_gradients_are_the_workers_own(bench, task):
         assert torch.equal(weights.flat.data, torch.cat([named[name].data.reshape(-1) for name in weights.shapes]))
 
 
+def test_halved_convolutions_have_autocasts_bits(bench, monkeypatch):
+    """Copies that are made once per step, and followed when weights move, against casts in every use."""
+    import oktopk_train
+    from oktopk_data import made_up
+    from oktopk_methods import METHODS
+    from oktopk_tasks import TASKS
+
+    monkeypatch.setattr(oktopk_train, "half", lambda task: torch.autocast("cpu", torch.bfloat16, cache_enabled=False))
+    found = []
+    for halved in (False, True):
+        torch.manual_seed(0)
+        made = TASKS["vgg"](made_up("vgg"), torch.device("cpu"), True)
+        weights = oktopk_train.Weights(made.build(), METHODS["4 bits"].reduction(0))
+        if halved:
+            weights.halve_convolutions()
+        batch = next(made.batches(0, 2, 1))
+        gradients = oktopk_train.Gradients(made, weights, 2, batch)
+        first = gradients(batch).clone()
+        weights.flat.data -= 0.1 * first.mean(0)
+        found.append((first, gradients(batch), oktopk_train.measured(made, weights)))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert found[0][2] == found[1][2] and not torch.equal(found[0][0], found[0][1])
+
+
 def test_all_workers_at_once_have_the_collectives_bits(bench, monkeypatch):
     """Means, residuals and counts over re-cuts, re-estimations and nudges; bytes but for counts and histograms. Passes
     over the rows and the one kernel, by its interpreter, alike."""

@@ -8,6 +8,7 @@ in-process group, as it would be between processes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -65,6 +66,22 @@ class Weights:
         for p in self.parameters:
             p.data = self.flat.data[place : place + p.numel()].view(p.shape)
             place += p.numel()
+        self.casts: list[tuple[Tensor, Tensor]] = []  # what the model uses, and the part of the vector that it is of
+
+    def halve_convolutions(self) -> None:
+        """The model's convolutions take bfloat16 copies, as autocast would make anew for every worker and pass."""
+        for i, (name, p) in enumerate(zip(self.shapes, self.parameters)):
+            if p.dim() == 4:
+                half = nn.Parameter(p.detach().to(torch.bfloat16, memory_format=torch.channels_last))
+                owner, _, own = name.rpartition(".")
+                setattr(self.model.get_submodule(owner), own, half)
+                self.parameters[i] = half
+                self.casts.append((half.data, p.data))
+
+    def refresh(self) -> None:
+        """Copies as the weights are now."""
+        for half, whole in self.casts:
+            half.copy_(whole)
 
 
 class Gradients:
@@ -74,6 +91,10 @@ class Gradients:
         self.task, self.weights, self.workers = task, weights, workers
         self.flat = torch.zeros(workers, weights.flat.numel(), device=task.device)
         self.losses = torch.zeros(workers, device=task.device)
+        matrices = [(shape, math.prod(shape)) for shape in weights.shapes.values() if len(shape) > 1]
+        ends = [0, *itertools.accumulate(count for _, count in matrices)]
+        self.matrices = [(slice(a, b), shape) for a, b, (shape, _) in zip(ends, ends[1:], matrices)]
+        self.vectors = ends[-1]  # the vectors' place
         self.how, self.graph = "eager", None  # or a CUDA graph
         if task.is_static and task.device.type == "cuda":
             self.batch = [torch.empty_like(part) for part in example]
@@ -86,6 +107,7 @@ class Gradients:
             self.graph.replay()
         else:
             self.batch = batch
+            self.weights.refresh()
             for worker in range(self.workers):
                 self._one(worker)
         return self.flat
@@ -100,7 +122,11 @@ class Gradients:
         with half(self.task):
             loss = self.task.loss(self.weights.model, batch, worker)
         parts = torch.autograd.grad(loss, self.weights.parameters)
-        torch.cat([part.reshape(-1) for part in parts], out=self.flat[worker])
+        for (place, shape), part in zip(self.matrices, parts):
+            self.flat[worker, place].view(shape).copy_(part)
+        if self.vectors < self.flat.shape[1]:
+            rest = [part.reshape(-1) for part in parts[len(self.matrices) :]]
+            torch.cat(rest, out=self.flat[worker, self.vectors :])
         self.losses[worker].copy_(loss.detach())
 
     def _try_graphs(self) -> None:
@@ -127,6 +153,7 @@ class Gradients:
         streams = [torch.cuda.Stream() for _ in range(self.workers)]
         with torch.cuda.graph(graph):
             main = torch.cuda.current_stream()
+            self.weights.refresh()
             for worker, stream in enumerate(streams):
                 if not branches:
                     self._one(worker)
@@ -193,6 +220,8 @@ def train(run: Run, task: Task, most: int = 0, until: float = math.inf) -> dict[
     torch.manual_seed(run.seed)
     reduction, steps = METHODS[run.method].reduction(task.warmup), task.steps(run.epochs)
     weights = Weights(task.build().to(task.device), reduction)
+    if task.device.type == "cuda":
+        weights.halve_convolutions()
     workers = averaging(run, weights, reduction)
     optimiser = task.optimiser_of(weights.flat, run.rate * task.rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_at(step, steps))
@@ -242,5 +271,6 @@ def train(run: Run, task: Task, most: int = 0, until: float = math.inf) -> dict[
 
 @torch.no_grad()
 def measured(task: Task, weights: Weights) -> dict[str, float]:
+    weights.refresh()
     with half(task):
         return task.measure(weights.model)

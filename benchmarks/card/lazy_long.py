@@ -1,7 +1,7 @@
 """Optimus-CC's lazy error over a whole pre-training: thousands of steps, micro-batches of 8,192 tokens.
 
     python benchmarks/card/lazy_long.py [--steps 3000] [--parallel 9] [--budget 120] [--quick --device cpu]
-    python benchmarks/card/lazy_long.py --out out/lazy --table
+    python benchmarks/card/lazy_long.py --out out/lazy --table --figure docs/figures/lazy-long.png
 
 A byte-level GPT of 6.5 M parameters from scratch on Python's library, four stages, gradients of activations in low rank
 at the three boundaries: not at all, alone, with lazy error (rank 16, three paired seeds; ranks 4 and 64, one); and in
@@ -137,6 +137,34 @@ def diagnostics(rows: list[dict[str, Any]]) -> list[str]:
     return ["", *out] if out else []
 
 
+def draw(rows: list[dict[str, Any]], path: str) -> None:
+    """What a kind costs over exact against the step, mean of its seeds; and the diagnostic's cosine."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (prices, cosines) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    exact = {row["seed"]: dict(map(tuple, row["held_out"])) for row in rows if row["kind"] == "exact"}
+    for codec, kind in dict.fromkeys((row["codec"], row["kind"]) for row in rows if row["kind"] != "exact"):
+        own = [row for row in rows if (row["codec"], row["kind"]) == (codec, kind) and row["seed"] in exact]
+        steps = [at for at, _ in own[0]["held_out"]]
+        curves = [[100 * (loss / exact[row["seed"]][at] - 1) for at, loss in row["held_out"]] for row in own]
+        style = "--" if kind.endswith("lazy") else ":" if kind.startswith("epilogue") else "-"
+        name = f"{codec}, {kind}" + (f" ({len(own)} seeds)" if len(own) > 1 else "")
+        line = prices.plot(steps, [statistics.fmean(at) for at in zip(*curves)], style, label=name)[0]
+        if own[0]["diagnostic"]:
+            read_at = [[(one["step"], one["cosine"]) for one in row["diagnostic"]] for row in own]
+            means = [statistics.fmean(value for _, value in at) for at in zip(*read_at)]
+            cosines.plot([at for at, _ in read_at[0]], means, color=line.get_color(), label=codec)
+    prices.set(xlabel="step", ylabel="held-out loss over exact, %", title="Gradients of activations in low rank")
+    cosines.set(xlabel="step", ylabel="cosine", title="Error carried over, and change of activations")
+    for axis in (prices, cosines):
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
@@ -172,12 +200,15 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
     parser.add_argument("--grace", type=float, default=1e9, help="seconds after those, when runs are given up")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--figure", metavar="PATH", help="draw what is there; runs nothing")
     parser.add_argument("--quick", action="store_true")
     args, began = parser.parse_args(), time.time()
     path = Path(args.out) / "long.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not args.table:
+    if not (args.table or args.figure):
         run_all(args, path, began)
+    if args.figure:
+        draw(read(path), args.figure)
     print(table(read(path)))
 
 

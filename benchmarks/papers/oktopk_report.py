@@ -135,8 +135,10 @@ def counts(rows: Sequence[Row]) -> list[str]:
         "| task, method, steps | selected per worker, in k | passed, in k | ξ by accumulated gradient | ξ by gradient |"
     ]
     out += ["|---|---|---|---|---|"]
+    whole = {row["task"] for row in rows if row["epochs"] == TASKS[row["task"]].full}
     for row in rows:
-        if row["probes"] and row["seed"] == 0 and row["workers"] == 4:
+        shown_length = row["task"] not in whole or row["epochs"] == TASKS[row["task"]].full
+        if row["probes"] and (row["seed"], row["workers"], row["rate"]) == (0, 4, 1) and shown_length:
             share = METHODS[row["method"]].collective().density  # type: ignore[attr-defined]
             k = share * row["n"]
             at = [row["probes"][min(len(row["probes"]) - 1, int(q * len(row["probes"])))] for q in QUARTERS]

@@ -72,7 +72,10 @@ def boundaries(job: Job) -> list[Boundary]:
 
 
 def train(job: Job, size: Size, steps: int, device: str, deadlines: tuple[float, float]) -> dict[str, Any] | None:
-    """One run; None where it is too late to begin, or to go on. deadlines: of time.time(), for each."""
+    """One run, which ends early where it is too late to go on; None where it is too late to begin.
+
+    deadlines: of time.time(), for both.
+    """
     if time.time() > deadlines[0]:
         return None
     gpu_ranks.use_reference_without_numba()
@@ -91,14 +94,15 @@ def train(job: Job, size: Size, steps: int, device: str, deadlines: tuple[float,
     losses, diagnostic = [], []
     for step in range(steps):
         training.step()
-        if step % 50 == 0 and time.time() > deadlines[1]:
-            return None
-        if (step + 1) % EVERY == 0 or step + 1 == steps:
+        late = step % 50 == 0 and time.time() > deadlines[1]
+        if late or (step + 1) % EVERY == 0 or step + 1 == steps:
             losses.append((step + 1, held_out_loss(model, held_out)))
             if job.kind == "lazy":
                 diagnostic.append({"step": step + 1, **made[1].diagnostic()})
+        if late:
+            break
     return {
-        **job._asdict(), "steps": steps, "tokens": rows * size.length // job.microbatches, "held_out": losses,
+        **job._asdict(), "steps": losses[-1][0], "planned": steps, "tokens": rows * size.length // job.microbatches, "held_out": losses,
         "diagnostic": diagnostic, "parameters": sum(map(Tensor.numel, model.parameters())), "how": training.how,
         "bytes_of_data": data.numel(), "seconds": time.perf_counter() - began,
     }  # fmt: skip
@@ -106,6 +110,7 @@ def train(job: Job, size: Size, steps: int, device: str, deadlines: tuple[float,
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: held-out losses beside exact's, and the diagnostic of the lazy runs."""
+    rows = [row for row in rows if row["steps"] == row["planned"]]
     by = {Job(row["codec"], row["kind"], row["seed"]): row for row in rows}
     exact = {job.seed: row for job, row in by.items() if job.kind == "exact"}
     points = [at for at, _ in exact[0]["held_out"]] if 0 in exact else []

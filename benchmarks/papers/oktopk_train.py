@@ -236,7 +236,7 @@ def train(run: Run, task: Task, most: int = 0, until: float = math.inf) -> dict[
                 buffer.copy_(first)
             began = time.monotonic()
         if time.time() > until:
-            raise TimeoutError(f"given up at step {step} of {steps}")
+            raise TimeoutError(f"given up at step {step} of {steps}; so far: {curve[-1:]}")
         rows = gradients(batch)
         probed = (
             isinstance(reduction.collective, OkTopk) and step >= workers.warmup and step % max(1, steps // PROBES) == 0

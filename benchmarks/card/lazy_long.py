@@ -102,7 +102,8 @@ def train(job: Job, size: Size, steps: int, device: str, deadlines: tuple[float,
         if late:
             break
     return {
-        **job._asdict(), "steps": losses[-1][0], "planned": steps, "tokens": rows * size.length // job.microbatches, "held_out": losses,
+        **job._asdict(), "steps": losses[-1][0], "planned": steps, "held_out": losses,
+        "tokens": rows * size.length // job.microbatches,
         "diagnostic": diagnostic, "parameters": sum(map(Tensor.numel, model.parameters())), "how": training.how,
         "bytes_of_data": data.numel(), "seconds": time.perf_counter() - began,
     }  # fmt: skip

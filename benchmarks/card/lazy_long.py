@@ -111,7 +111,7 @@ def train(job: Job, size: Size, steps: int, device: str, deadlines: tuple[float,
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: held-out losses beside exact's, and the diagnostic of the lazy runs."""
-    rows = [row for row in rows if row["steps"] == row["planned"]]
+    rows = [row for row in rows if row["steps"] == row.get("planned", row["steps"])]
     by = {Job(row["codec"], row["kind"], row["seed"]): row for row in rows}
     exact = {job.seed: row for job, row in by.items() if job.kind == "exact"}
     points = [at for at, _ in exact[0]["held_out"]] if 0 in exact else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -78,8 +79,33 @@ def test_rows_of_gradients_are_the_workers_own(bench, task):
         assert torch.equal(weights.flat.data, torch.cat([named[name].data.reshape(-1) for name in weights.shapes]))
 
 
-def test_all_workers_at_once_have_the_collectives_bits(bench):
-    """Means, residuals and counts over re-cuts, re-estimations and nudges; bytes but for counts and histograms."""
+def test_halved_convolutions_have_autocasts_bits(bench, monkeypatch):
+    """Copies that are made once per step, and followed when weights move, against casts in every use."""
+    import oktopk_train
+    from oktopk_data import made_up
+    from oktopk_methods import METHODS
+    from oktopk_tasks import TASKS
+
+    monkeypatch.setattr(oktopk_train, "half", lambda task: torch.autocast("cpu", torch.bfloat16, cache_enabled=False))
+    found = []
+    for halved in (False, True):
+        torch.manual_seed(0)
+        made = TASKS["vgg"](made_up("vgg"), torch.device("cpu"), True)
+        weights = oktopk_train.Weights(made.build(), METHODS["4 bits"].reduction(0))
+        if halved:
+            weights.halve_convolutions()
+        batch = next(made.batches(0, 2, 1))
+        gradients = oktopk_train.Gradients(made, weights, 2, batch)
+        first = gradients(batch).clone()
+        weights.flat.data -= 0.1 * first.mean(0)
+        found.append((first, gradients(batch), oktopk_train.measured(made, weights)))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert found[0][2] == found[1][2] and not torch.equal(found[0][0], found[0][1])
+
+
+def test_all_workers_at_once_have_the_collectives_bits(bench, monkeypatch):
+    """Means, residuals and counts over re-cuts, re-estimations and nudges; bytes but for counts and histograms. Passes
+    over the rows and the one kernel, by its interpreter, alike."""
     from oktopk_fast import AllAtOnce, is_published
     from oktopk_methods import METHODS
     from oktopk_train import Workers
@@ -88,13 +114,43 @@ def test_all_workers_at_once_have_the_collectives_bits(bench):
     n, reduction = 6000, METHODS["Ok-Topk 2 % warm"].reduction(2)
     assert is_published(reduction) and not is_published(METHODS["Ok-Topk 1 % predicted"].reduction(0))
     members, at_once = Workers(4, {"w": (n,)}, reduction, 0), AllAtOnce(4, n, reduction, torch.device("cpu"))
+    kernel = AllAtOnce(4, n, reduction, torch.device("cpu"))
+    kernel.by_kernel = importlib.util.find_spec("triton") is not None and not torch.cuda.is_available()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # while the kernel is imported, and while it runs
     sizes = torch.rand(n) ** 3
     for step in range(70):
         rows = torch.randn(4, n) * sizes * (1 + step // 15)
-        assert torch.equal(members.average(rows)[0], at_once.average(rows)[0]), step
-        if step > 2:
-            assert members.selected() == at_once.selected()
-            assert all(torch.equal(members.residual(rank), at_once.residual(rank)) for rank in range(4))
+        mean = members.average(rows)[0]
+        for other in (at_once, kernel):
+            assert torch.equal(mean, other.average(rows)[0]), step
+            if step > 2:
+                assert members.selected() == other.selected()
+                assert all(torch.equal(members.residual(rank), other.residual(rank)) for rank in range(4))
+    assert kernel.sent() == at_once.sent()
     assert at_once.shift == int(members.channels[0][members.units[0]].collective_state[members.units[0].name]["shift"])
     missing = {a - b for a, b in zip(members.sent(), at_once.sent())}
     assert max(missing) - min(missing) < 200 and 0 < min(missing) < 70 * 2000
+
+
+def test_rows_have_the_collectives_bits(bench):
+    """Means, residuals and bytes of every method that is computed for all workers at once; two shifts of Rand-DIANA."""
+    from oktopk_methods import METHODS
+    from oktopk_rows import Rows, is_known
+    from oktopk_train import Workers
+
+    shapes, seen = {"a": (40, 100), "b": (33, 60), "v": (77,)}, []
+    n = sum(torch.zeros(shape).numel() for shape in shapes.values())
+    for name, method in METHODS.items():
+        reduction = method.reduction(0)
+        if not is_known(reduction):
+            continue
+        torch.manual_seed(0)
+        members, rows = Workers(4, shapes, reduction, 3), Rows(4, shapes, reduction, 3)
+        for step in range(40):
+            given = torch.randn(4, n) * torch.rand(n) ** 3 * (1 + step // 15)
+            assert torch.equal(members.average(given)[0], rows.average(given)[0]), (name, step)
+            if members.residual(1) is not None:
+                assert torch.equal(members.residual(1), rows.residual(1)), (name, step)
+        assert sum(members.sent()) == sum(rows.sent()), name
+        seen.append(name)
+    assert seen == ["dense", "4 bits", "gTopk 1 %", "EF21 top 1 %", "DIANA 4 bits", "Rand-DIANA 4 bits"]

@@ -9,6 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks" / "quality"
 
@@ -79,6 +80,8 @@ def test_tables_of_papers_are_made_by_their_commands(tmp_path: Path) -> None:
     assert all(row["held_out"][-1] < row["held_out"][0] for row in rows)
     exact, ours = (next(r["bytes"][-1] for r in rows if r["wire"] == wire) for wire in ("fp32", "ours 3/3"))
     assert 5 * ours["forward"] < exact["forward"] and 9 * ours["backward"] < exact["backward"]
+    ends = made("quality/aqsgd.py", "--tasks", "wikitext-dp2")  # replicas too
+    assert "| end to end, published | 2 |" in ends and "| end to end, ours | 2 |" in ends
     again = made("quality/aqsgd.py", "--tasks", "sst2,wikitext")
     assert "rate 0.003, seed" not in again and again.count("| ours 3/3 | 2 |") == 2
     assert "| rank 16 | lazy | 2 |" in made("card/lazy_long.py") and "cosine" in made("card/lazy_long.py", "--table")
@@ -93,3 +96,28 @@ def test_verdicts_are_of_the_whole_interval(monkeypatch: pytest.MonkeyPatch) -> 
     step = 16 * 256 * 576 * 4 * 3  # SmolLM2's activations, over three boundaries
     found = seconds({"forward": step, "backward": step, "embedding": 2 * 4 * 49152 * 576}, 3e8)
     assert found == pytest.approx(4.16, rel=0.05)  # as fp32 took on a card at 300 Mb/s (docs/papers.md)
+
+
+def test_low_rank_steps_are_the_librarys_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages and residuals of lazy_steps.py beside both ends of a lane, after the first message, whose start is
+    drawn."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "card"))
+    import lazy_error
+    import lazy_steps
+
+    lane, ours = lazy_error.Boundary(lazy_error.links("rank 4")["lazy"], 1), lazy_steps.Boundary(4, True, range(3))
+    torch.manual_seed(0)
+    for step in range(3):
+        lane.begin(step)
+        ours.begin()
+        for microbatch in range(3):
+            a, g = torch.randn(2, 2, 20, 16)
+            found = ours.send(a, g)
+            expected = lane.send(a, g)
+            (channel,) = lane.lanes[0].coded.values()
+            kept = [channel.state.read(slot, f"{lane.lanes[0].name}/0") for slot in ("q", "e")]
+            if step or microbatch:
+                assert torch.allclose(found, expected, atol=1e-5)
+                assert torch.allclose(ours.e, kept[1].flatten(0, -2), atol=1e-5)
+            ours.q, ours.e = (one.reshape(-1, one.shape[-1]).clone() for one in kept)
+        lane.end()

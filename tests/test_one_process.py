@@ -18,6 +18,7 @@ from thinwire.train.config.sections import TrainConfig, read_config
 from thinwire.train.metrics import METRICS, read_events
 
 LAZY = {way: {"codec": "quantize", "bits": 3, "memory": "error_feedback"} for way in ("forward", "backward")}
+KINDS = ("forward", "backward", "gradient", "embedding")
 WORDS = ["plain", "thin", "dense", "warm", "cold", "sparse", "exact", "late", "early", "wide"]
 
 
@@ -55,14 +56,33 @@ def test_one_process_has_the_bits_of_real_ranks(one_thread, tmp_path):
     """Losses, held-out losses and weights: a tied model under `max` and as AQ-SGD, first epoch exact and second not; an
     encoder with accumulation and lazy error both ways; gradients compressed in the epilogue only."""
     late = {"backward": {"codec": "low_rank", "rank": 2, "memory": "error_feedback", "when": "epilogue"}}
-    configs = [
+    compare(2, [
         run(tmp_path / "max", {"preset": "max"}),
         run(tmp_path / "aqsgd", {"preset": "paper-aqsgd"}, model={"tied": True}),
         classify(tmp_path / "encoder", LAZY, tmp_path / "rows.tsv"),
         run(tmp_path / "late", late, run={"autocast": "bf16"}),
-    ]
-    with Network(hosts=2, preload=("torch", "thinwire.train.loop")) as net:
-        ranks = launch(net, several, [(config, False) for config in configs], timeout=150)
+    ])  # fmt: skip
+
+
+@on_a_network[0]
+@on_a_network[1]
+@pytest.mark.timeout(180)
+def test_replicas_in_one_process_have_the_bits_of_real_ranks(one_thread, tmp_path):
+    """Two replicas of two stages: `max` with a tied model; AQ-SGD end to end as published, with FrozenAdam; low-rank
+    gradients of the first stage only; nothing compressed, copies of the embedding apart."""
+    mesh, frozen = {"dp": 2}, {"name": "frozen_adam", "freeze_after": "epoch"}
+    compare(4, [
+        run(tmp_path / "max", {"preset": "max"}, model={"tied": True}, mesh=mesh),
+        run(tmp_path / "aqsgd", {"preset": "paper-aqsgd"}, model={"tied": True}, mesh=mesh, optim=frozen),
+        run(tmp_path / "optimus", {"preset": "paper-optimus"}, mesh=mesh, optim={"accumulate": 2}),
+        run(tmp_path / "off", {}, model={"tied": True}, mesh=mesh),
+    ])  # fmt: skip
+
+
+def compare(ranks: int, configs: list[TrainConfig]) -> None:
+    """These runs through real ranks, and each in this process."""
+    with Network(hosts=ranks, preload=("torch", "thinwire.train.loop")) as net:
+        trained = launch(net, several, [(config, False) for config in configs], timeout=150)
     for number, config in enumerate(configs):
         here = OneProcess(config)
         events = here.fit()
@@ -70,14 +90,18 @@ def test_one_process_has_the_bits_of_real_ranks(one_thread, tmp_path):
         for kind, key in (("step", "loss"), ("eval", "held_out")):
             mine, theirs = ([e[key] for e in found if e["kind"] == kind] for found in (events, there))
             assert mine == pytest.approx(theirs, rel=1e-6) and len(mine) > 2, (config.run.out, kind)
-        assert [sums(own) for own in here.named] == [rank[number] for rank in ranks], config.run.out
+        assert [sums(own) for own in here.named] * config.mesh.dp == [rank[number] for rank in trained], config.run.out
         last = [e for e in there if e["kind"] == "step"][-1]
-        assert here.sent() == {kind: last[f"{kind}_bytes"] for kind in ("forward", "backward", "embedding")}
+        mine, theirs = here.sent(), {kind: last[f"{kind}_bytes"] for kind in KINDS}
+        if config.optim.name == "frozen_adam":  # sends when its step's event has been written
+            assert 0 < mine["gradient"] - theirs["gradient"] <= 3 * mine["gradient"] // here.steps
+            theirs["gradient"] = mine["gradient"]
+        assert mine == theirs, config.run.out
 
 
 def test_what_one_process_cannot_do_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"\[mesh\] dp: a run in one process has one replica"):
-        OneProcess(run(tmp_path, {}, mesh={"dp": 2}))
+    with pytest.raises(UsageError, match=r"\[mesh\] tp: a run in one process has one site"):
+        OneProcess(run(tmp_path, {}, mesh={"tp": 2}))
     with pytest.raises(UsageError, match="sync = 'rows': not in one process"):
         OneProcess(run(tmp_path, {"embedding": {"sync": "rows"}}))
 

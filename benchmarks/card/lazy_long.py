@@ -1,13 +1,14 @@
-"""Optimus-CC's lazy error over a whole pre-training: thousands of steps, micro-batches of 8,192 tokens, rank 16.
+"""Optimus-CC's lazy error over a whole pre-training: thousands of steps, micro-batches of 8,192 tokens.
 
     python benchmarks/card/lazy_long.py [--steps 3000] [--parallel 9] [--budget 120] [--quick --device cpu]
-    python benchmarks/card/lazy_long.py --out out/lazy --table
+    python benchmarks/card/lazy_long.py --out out/lazy --table --figure docs/figures/lazy-long.png
 
-A byte-level GPT of 6.5 M parameters from scratch on Python's library, four stages, gradients of activations coded at
-the three boundaries: not at all, alone, with lazy error; three paired seeds. Every 250 steps the authors' diagnostic at
-the middle boundary: the means of the error that is carried over and of the difference of activations between two
-micro-batches, over their roots of mean squares, and the cosine between the two. Rows are appended to OUT/long.jsonl as
-runs end; what is there is not run again.
+A byte-level GPT of 6.5 M parameters from scratch on Python's library, four stages, gradients of activations in low rank
+at the three boundaries: not at all, alone, with lazy error (rank 16, three paired seeds; ranks 4 and 64, one); and in
+the epilogue only, as published, with eight micro-batches of 2,048 tokens (one seed). Every 250 steps the authors'
+diagnostic at the middle boundary: the means of the error that is carried over and of the difference of activations
+between two micro-batches, over their roots of mean squares, and the cosine between the two. Rows are appended to
+OUT/long.jsonl as runs end; what is there is not run again. The codec is in lazy_steps.py.
 """
 
 from __future__ import annotations
@@ -17,176 +18,203 @@ import json
 import multiprocessing
 import statistics
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gpu_ranks
 import torch
 from gpu_pipeline import shared_card
-from gpu_quality import STAGES, Model, Size, held_out_loss, library, loss_of
-from lazy_error import Boundary, links
+from gpu_quality import STAGES, Model, Size, held_out_loss, library
+from lazy_steps import Boundary, Steps, Training
 from torch import Tensor
 
-from thinwire.memory.deferred import fetch
 from thinwire.quantities import half_interval
 
 SIZE, QUICK = Size(8, 256, 8, 256), Size(4, 32, 2, 32)
-KINDS = ("exact", "alone", "lazy")
-SEEDS, MICROBATCHES, TOKENS, RATE = 3, 2, 8192, 6e-4
+KINDS = ("exact", "alone", "lazy", "epilogue alone", "epilogue lazy")
+SEEDS, TOKENS, RATE = 3, 16384, 6e-4  # tokens of a step
+MICROBATCHES = {"alone": 2, "epilogue": 8}
 EVERY = 250  # steps between diagnostics
 HELD_OUT = 512
-Job = tuple[str, str, int]  # codec, kind, seed
 
 
-class Watched(Boundary):
-    """A boundary that compares what it carries over with how activations change between micro-batches."""
+class Job(NamedTuple):
+    codec: str  # such as rank 16; empty: exact
+    kind: str
+    seed: int
 
-    watching = False
-
-    def begin(self, step: int) -> None:
-        self.last: Tensor | None = None
-        super().begin(step)
-
-    def send(self, a: Tensor, g: Tensor) -> Tensor:
-        if self.watching:
-            self.found = {} if self.last is None else self._compare(a)
-            self.last = a
-        return super().send(a, g)
-
-    def _compare(self, a: Tensor) -> dict[str, float]:
-        (channel,) = self.lanes[0].coded.values()
-        e = channel.state.read("e", f"{self.lanes[0].name}/0")
-        if e is None or self.last is None:
-            return {}
-        change, error = (a - self.last).float().flatten(), e.float().flatten()
-        return {
-            "error_mean": float(error.mean() / error.square().mean().sqrt()),
-            "change_mean": float(change.mean() / change.square().mean().sqrt()),
-            "cosine": float(torch.nn.functional.cosine_similarity(error, change, dim=0)),
-        }
+    @property
+    def microbatches(self) -> int:
+        return MICROBATCHES["epilogue" if self.kind.startswith("epilogue") else "alone"]
 
 
-def train(job: Job, size: Size, steps: int, device: str, deadline: float) -> dict[str, Any] | None:
-    """One run; None where it is too late to begin."""
-    if time.time() > deadline:
+def plan(codecs: Sequence[str], seeds: int) -> list[Job]:
+    """The first codec with all seeds, then the others and the epilogue with one."""
+    jobs = [Job(codec, kind, seed) for seed in range(seeds)
+            for codec, kind in (("", "exact"), (codecs[0], "alone"), (codecs[0], "lazy"))]  # fmt: skip
+    jobs += [Job(codecs[0], kind, 0) for kind in KINDS[3:]]
+    return jobs + [Job(codec, kind, 0) for codec in codecs[1:] for kind in KINDS[1:3]]
+
+
+def boundaries(job: Job) -> list[Boundary]:
+    """The three of four stages; in the epilogue stage s sends its last STAGES − s micro-batches coded."""
+    if job.kind == "exact":
+        return []
+    count, rank = job.microbatches, int(job.codec.removeprefix("rank "))
+    coded = [
+        range(max(0, count - (STAGES - sender)), count) if job.kind.startswith("epilogue") else range(count)
+        for sender in range(1, STAGES)
+    ]
+    return [Boundary(rank, job.kind.endswith("lazy"), which, seed) for seed, which in enumerate(coded)]
+
+
+def train(job: Job, size: Size, steps: int, device: str, deadlines: tuple[float, float]) -> dict[str, Any] | None:
+    """One run, which ends early where it is too late to go on; None where it is too late to begin.
+
+    deadlines: of time.time(), for both.
+    """
+    if time.time() > deadlines[0]:
         return None
     gpu_ranks.use_reference_without_numba()
     torch.set_num_threads(1)
-    codec, kind, seed = job
     began = time.perf_counter()
     every = library(size).to(device)
     held_out, data = every[:HELD_OUT], every[HELD_OUT:]
-    torch.manual_seed(seed)
+    torch.manual_seed(job.seed)
     model = Model(size).to(device)
-    made = [] if kind == "exact" else [Watched(links(codec)[kind], i) for i in range(STAGES - 1)]
-    optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), fused=device == "cuda")
-    rows, g = max(1, TOKENS // size.length) if size == SIZE else 4, torch.Generator().manual_seed(100 + seed)
+    rows = TOKENS // size.length if size == SIZE else 8
+    g = torch.Generator().manual_seed(100 + job.seed)
+    order = torch.stack([torch.randint(len(data), (rows,), generator=g) for _ in range(steps)])
+    rates = [RATE * min(1.0, (step + 1) / 100) * max(0.05, 1 - step / steps) for step in range(steps)]
+    made = boundaries(job)
+    training = Training(model, data, Steps(order.to(device), torch.tensor(rates)), job.microbatches, made)
     losses, diagnostic = [], []
     for step in range(steps):
-        for group in optimiser.param_groups:
-            group["lr"] = RATE * min(1.0, (step + 1) / 100) * max(0.05, 1 - step / steps)
-        noted = (step + 1) % EVERY == 0 or step + 1 == steps
-        for boundary in made:
-            boundary.watching = noted and kind == "lazy"
-            boundary.begin(step)
-        optimiser.zero_grad()
-        for at in torch.randint(len(data), (MICROBATCHES * rows,), generator=g).to(device).split(rows):
-            (loss_of(model, data[at], made) / MICROBATCHES).backward()  # type: ignore[arg-type]
-        optimiser.step()
-        fetch(channel.deferred for boundary in made for lane in boundary.lanes for _, channel in lane.channels())
-        for boundary in made:
-            boundary.end()
-        if noted:
+        training.step()
+        late = step % 50 == 0 and time.time() > deadlines[1]
+        if late or (step + 1) % EVERY == 0 or step + 1 == steps:
             losses.append((step + 1, held_out_loss(model, held_out)))
-            diagnostic += [{"step": step + 1, **made[1].found}] if kind == "lazy" else []
+            if job.kind == "lazy":
+                diagnostic.append({"step": step + 1, **made[1].diagnostic()})
+        if late:
+            break
     return {
-        "codec": codec, "kind": kind, "seed": seed, "steps": steps, "tokens": rows * size.length, "held_out": losses,
-        "diagnostic": diagnostic, "parameters": sum(map(Tensor.numel, model.parameters())),
+        **job._asdict(), "steps": losses[-1][0], "planned": steps, "held_out": losses,
+        "tokens": rows * size.length // job.microbatches,
+        "diagnostic": diagnostic, "parameters": sum(map(Tensor.numel, model.parameters())), "how": training.how,
         "bytes_of_data": data.numel(), "seconds": time.perf_counter() - began,
     }  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: held-out losses beside exact's, and the diagnostic of the lazy runs."""
-    by = {(row["codec"], row["kind"], row["seed"]): row for row in rows}
-    lines = [
-        "| codec | kind | seeds | held-out loss, by step | over exact at the end, %, ± 95 % |",
-        "|---|---|---|---|---|",
-    ]
-    exact = {seed: row for (_, kind, seed), row in by.items() if kind == "exact"}
-    for codec, kind in dict.fromkeys(key[:2] for key in sorted(by)):
-        own = {seed: row for (c, k, seed), row in by.items() if (c, k) == (codec, kind) and seed in exact}
-        points = [at for at, _ in next(iter(own.values()))["held_out"]]
-        shown = points[-1:] if len(points) < 4 else [points[1], points[len(points) // 2], points[-1]]
-        means = [
-            f"{at}: {statistics.fmean(dict(map(tuple, row['held_out']))[at] for row in own.values()):.4f}"
-            for at in shown
-        ]
+    rows = [row for row in rows if row["steps"] == row.get("planned", row["steps"])]
+    by = {Job(row["codec"], row["kind"], row["seed"]): row for row in rows}
+    exact = {job.seed: row for job, row in by.items() if job.kind == "exact"}
+    points = [at for at, _ in exact[0]["held_out"]] if 0 in exact else []
+    shown = points if len(points) < 6 else [points[1], points[3], points[5], points[-1]]
+    heads = ["codec", "kind", "seeds", *(f"loss at step {at:,}" for at in shown), "over exact at the end, %, ± 95 %"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    kinds = dict.fromkeys((job.codec, job.kind) for job in sorted(by, key=lambda j: (KINDS.index(j.kind), j.codec)))
+    for codec, kind in kinds:
+        own = {job.seed: row for job, row in by.items() if job[:2] == (codec, kind) and job.seed in exact}
+        if not own:
+            continue
+        curves = [dict(map(tuple, row["held_out"])) for row in own.values()]
+        means = [f"{statistics.fmean(curve[at] for curve in curves):.4f}" for at in shown]
         over = [100 * (row["held_out"][-1][1] / exact[seed]["held_out"][-1][1] - 1) for seed, row in own.items()]
         half = half_interval(over)
-        said = (
-            "" if kind == "exact" else f"{statistics.fmean(over):+.2f}" + (f" ± {half:.2f}" if half is not None else "")
-        )
-        lines.append(f"| {codec} | {kind} | {len(own)} | {', '.join(means)} | {said} |")
-    notes = [one for row in rows for one in row["diagnostic"] if "cosine" in one]
-    if notes:
-        spans = {
-            key: (min(n[key] for n in notes), max(n[key] for n in notes))
-            for key in ("error_mean", "change_mean", "cosine")
-        }
-        lines += [
-            "",
-            f"Diagnostic over {len(notes)} readings: "
-            + "; ".join(f"{key.replace('_', ' ')} {a:+.4f} to {b:+.4f}" for key, (a, b) in spans.items()),
-        ]
-    return "\n".join(lines)
+        price = f"{statistics.fmean(over):+.2f}" + (f" ± {half:.2f}" if half is not None else "")
+        lines.append(f"| {codec} | {kind} | {len(own)} | {' | '.join(means)} | {'' if kind == 'exact' else price} |")
+    return "\n".join([*lines, *diagnostics(rows)])
+
+
+def diagnostics(rows: list[dict[str, Any]]) -> list[str]:
+    """By codec: the least and the largest of each reading, over all steps and seeds."""
+    out = []
+    for codec in dict.fromkeys(row["codec"] for row in rows if row["kind"] == "lazy"):
+        notes = [one for row in rows if (row["codec"], row["kind"]) == (codec, "lazy") for one in row["diagnostic"]]
+        spans = {key: (min(n[key] for n in notes), max(n[key] for n in notes)) for key in notes[0] if key != "step"}
+        said = "; ".join(f"{key.replace('_', ' ')} {a:+.4f} to {b:+.4f}" for key, (a, b) in spans.items())
+        out.append(f"Diagnostic, {codec}, {len(notes)} readings: {said}")
+    return ["", *out] if out else []
+
+
+def draw(rows: list[dict[str, Any]], path: str) -> None:
+    """What a kind costs over exact against the step, mean of its seeds; and the diagnostic's cosine."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (prices, cosines) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    exact = {row["seed"]: dict(map(tuple, row["held_out"])) for row in rows if row["kind"] == "exact"}
+    for codec, kind in dict.fromkeys((row["codec"], row["kind"]) for row in rows if row["kind"] != "exact"):
+        own = [row for row in rows if (row["codec"], row["kind"]) == (codec, kind) and row["seed"] in exact]
+        steps = [at for at, _ in own[0]["held_out"]]
+        curves = [[100 * (loss / exact[row["seed"]][at] - 1) for at, loss in row["held_out"]] for row in own]
+        style = "--" if kind.endswith("lazy") else ":" if kind.startswith("epilogue") else "-"
+        name = f"{codec}, {kind}" + (f" ({len(own)} seeds)" if len(own) > 1 else "")
+        line = prices.plot(steps, [statistics.fmean(at) for at in zip(*curves)], style, label=name)[0]
+        if own[0]["diagnostic"]:
+            read_at = [[(one["step"], one["cosine"]) for one in row["diagnostic"]] for row in own]
+            means = [statistics.fmean(value for _, value in at) for at in zip(*read_at)]
+            cosines.plot([at for at, _ in read_at[0]], means, color=line.get_color(), label=codec)
+    prices.set(xlabel="step", ylabel="held-out loss over exact, %", title="Gradients of activations in low rank")
+    cosines.set(xlabel="step", ylabel="cosine", title="Error carried over, and change of activations")
+    for axis in (prices, cosines):
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
+def run_all(args: argparse.Namespace, path: Path, began: float) -> None:
+    size, steps, seeds = (QUICK, 4, 2) if args.quick else (SIZE, args.steps, args.seeds)
+    done = {(row["codec"], row["kind"], row["seed"], row["steps"]) for row in read(path)}
+    rest = [job for job in plan(args.codecs.split(","), seeds) if (*job, steps) not in done]
+    context = multiprocessing.get_context("spawn")
+    card = shared_card(args.device) if args.device == "cuda" else nullcontext()
+    deadlines = began + args.budget, began + args.budget + args.grace
+    with card, ProcessPoolExecutor(args.parallel, mp_context=context) as pool:
+        made = [pool.submit(train, job, size, steps, args.device, deadlines) for job in rest]
+        for future in as_completed(made):
+            if future.exception() is not None:
+                print(f"a run failed: {future.exception()!r}", flush=True)
+            elif (row := future.result()) is not None:
+                with path.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                said = row["codec"], row["kind"], row["seed"], row["held_out"][-1], row["how"]
+                print(*said, f"{row['seconds']:.1f} s", flush=True)
+    print(f"{time.time() - began:.0f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="out/lazy")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--codecs", default="rank 16", help="such as rank 16,rank 4,3 bits")
+    parser.add_argument("--codecs", default="rank 16,rank 4,rank 64", help="the first has all seeds and the epilogue")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parallel", type=int, default=9)
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
+    parser.add_argument("--grace", type=float, default=1e9, help="seconds after those, when runs are given up")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--figure", metavar="PATH", help="draw what is there; runs nothing")
     parser.add_argument("--quick", action="store_true")
     args, began = parser.parse_args(), time.time()
     path = Path(args.out) / "long.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not args.table:
-        size, steps, seeds = (QUICK, 4, 2) if args.quick else (SIZE, args.steps, args.seeds)
-        done = {(row["codec"], row["kind"], row["seed"]) for row in read(path)}
-        coded = [(codec, kind) for codec in args.codecs.split(",") for kind in KINDS[1:]]
-        jobs = [(codec, kind, s) for s in range(seeds) for codec, kind in [("", "exact"), *coded]]
-        context = multiprocessing.get_context("spawn")
-        card = shared_card(args.device) if args.device == "cuda" else nullcontext()
-        with card, ProcessPoolExecutor(args.parallel, mp_context=context) as pool:
-            rest = [job for job in jobs if job not in done]
-            made = [pool.submit(train, job, size, steps, args.device, began + args.budget) for job in rest]
-            for future in as_completed(made):
-                if future.exception() is not None:
-                    print(f"a run failed: {future.exception()!r}", flush=True)
-                elif (row := future.result()) is not None:
-                    with path.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                    print(
-                        row["codec"],
-                        row["kind"],
-                        row["seed"],
-                        row["held_out"][-1],
-                        f"{row['seconds']:.1f} s",
-                        flush=True,
-                    )
-        print(f"{time.time() - began:.0f} s")
+    if not (args.table or args.figure):
+        run_all(args, path, began)
+    if args.figure:
+        draw(read(path), args.figure)
     print(table(read(path)))
 
 

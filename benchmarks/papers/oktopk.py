@@ -33,23 +33,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from oktopk_data import made_up, read
-from oktopk_methods import CORE, LOW_RANK, METHODS, VARIANTS
+from oktopk_methods import CORE, LOW_RANK, METHODS, WARM
 from oktopk_tasks import TASKS
 from oktopk_train import Run, train
 
 SPAWN = multiprocessing.get_context("spawn")
 LENGTHS = {
-    "vgg": (4, 10, 40),
+    "vgg": (5, 10, 40, 80),
     "llama": (0.2, 0.6, 6),
     "an4": (10, 20, 80),
+    "an4-sgd": (),
     "an4-small": (10, 20, 80),
 }  # epochs, beside the full schedule's
-LARGE = ["vgg", "llama", "an4"]
+LARGE = ["vgg", "llama", "an4", "an4-sgd"]
 Rows = dict[tuple[Any, ...], dict[str, Any]]
 
 
 def plan(options: argparse.Namespace) -> list[Run]:
-    """All runs, the most important first: every method once on pictures and on code, three seeds, speech, lengths."""
+    """All runs, the most important of each task first: claims over three seeds, then lengths and other methods."""
     if options.quick:
         return [
             Run(task, method, seed, 4, 1) for task in options.tasks for method in options.methods for seed in range(2)
@@ -60,18 +61,21 @@ def plan(options: argparse.Namespace) -> list[Run]:
         return [Run(task, method, seed, workers, epochs, rate) for seed in seeds for method in methods]
 
     def lengths(task: str, which: slice) -> list[Run]:
-        return [Run(task, m, 0, 4, epochs) for epochs in LENGTHS[task][which] for m in CORE]
+        return [Run(task, m, 0, 4, epochs) for epochs in LENGTHS[task][which] for m in claimed[task]]
 
-    first = [method for method in METHODS if method not in VARIANTS and method not in LOW_RANK]
-    rest = [method for method in first if method not in CORE]
-    runs = [*full("vgg", (0,), first), *full("llama", (0,), first)]
-    runs += [*full("vgg", (1, 2), CORE), *full("llama", (1, 2), CORE), *full("an4", (0,), first)]
-    runs += [*lengths("vgg", slice(3)), *lengths("llama", slice(2)), *full("an4", (1, 2), CORE)]
-    runs += [*full("vgg", (0,), VARIANTS), *full("llama", (0,), (*VARIANTS, *LOW_RANK)), *lengths("an4", slice(2))]
-    runs += [*full("vgg", (1, 2), rest), *full("llama", (1, 2), rest), *full("vgg", (0,), CORE, 16)]
-    runs += [*full("vgg", (0,), CORE, rate=0.5), *full("llama", (0,), CORE, rate=0.5)]
-    runs += [*lengths("llama", slice(2, 3)), *lengths("an4", slice(2, 3))]
-    runs += [*full("an4-small", (0,), METHODS), *full("an4-small", (1, 2), CORE), *lengths("an4-small", slice(2))]
+    claimed = {task: CORE if TASKS[task].warmup == 0 else (*CORE, WARM) for task in TASKS}
+    rest = [method for method in METHODS if method not in (*CORE, WARM, *LOW_RANK)]
+    published = ("dense", WARM, "Ok-Topk 2 %")  # with 16 workers this is the authors' setting for VGG
+    runs = [*full("vgg", (0, 1, 2), claimed["vgg"]), *full("llama", (0,), CORE), *lengths("vgg", slice(2))]
+    runs += [*full("vgg", (0,), published, 16), *full("vgg", (0,), rest), *full("llama", (1, 2), CORE)]
+    runs += [*lengths("llama", slice(2)), *lengths("vgg", slice(2, 3)), *full("llama", (0,), (*rest, *LOW_RANK))]
+    runs += [*full("vgg", (1, 2), published, 16), *lengths("vgg", slice(3, 4))]
+    runs += [*full("an4", (0,), claimed["an4"])]
+    runs += [run for rate in (1, 3, 0.3) for run in full("an4-sgd", (0,), published, rate=rate)]
+    runs += [*full("an4", (1, 2), claimed["an4"]), *full("an4", (0,), rest), *lengths("an4", slice(2))]
+    runs += [*full("vgg", (1, 2), rest), *full("llama", (1, 2), rest), *lengths("llama", slice(2, 3))]
+    runs += [*full("vgg", (0,), CORE, rate=0.5), *full("llama", (0,), CORE, rate=0.5), *lengths("an4", slice(2, 3))]
+    runs += [*full("an4-small", (0, 1, 2), claimed["an4-small"]), *lengths("an4-small", slice(2))]
     return [
         run for run in runs
         if run.task in options.tasks and run.method in options.methods and run.seed in options.seeds
@@ -96,7 +100,7 @@ def work(options: argparse.Namespace, until: float, runs: Any, rows: Any) -> Non
             if run.task not in tasks:
                 data = made_up(run.task) if options.quick else read(options.data, run.task)
                 tasks[run.task] = TASKS[run.task](data, device, options.quick)
-            rows.put(train(run, tasks[run.task], options.probe))
+            rows.put(train(run, tasks[run.task], options.probe, until + options.grace))
         except Exception:
             rows.put({"run": str(run), "failed": traceback.format_exc()[-3000:]})
     rows.put(None)
@@ -104,7 +108,7 @@ def work(options: argparse.Namespace, until: float, runs: Any, rows: Any) -> Non
 
 def carry_out(options: argparse.Namespace, done: Rows) -> int:
     """Run what is missing; how many failed."""
-    missing = [run for run in plan(options) if run.key() not in done]
+    missing = [run for run in plan(options) if run.key() not in done][: options.limit]
     runs, rows = (SPAWN.Queue(), SPAWN.Queue()) if options.parallel else (queue.Queue(), queue.Queue())
     for run in missing:
         runs.put(run)
@@ -208,7 +212,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=epochs_of, default={}, help="of the full schedule, such as vgg=30,llama=2")
     parser.add_argument("--parallel", type=int, default=6, help="runs at a time, each in a process; 0: in this one")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
+    parser.add_argument("--grace", type=float, default=1e9, help="seconds after those, when runs are given up")
     parser.add_argument("--probe", type=int, default=0, help="end every run after so many steps: how fast is it?")
+    parser.add_argument("--limit", type=int, default=None, help="begin so many runs at most")
     parser.add_argument("--cpu", action="store_true", help="although a card is there; into runs-cpu.jsonl")
     parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--quick", action="store_true", help="small networks on made-up data")

@@ -1,8 +1,9 @@
 """Ok-Topk of all workers at once: what the collective does between members of a group, as a few passes over the rows.
 
 On a card a collective asks for sizes some thirty times per member and step, and a card that several runs share answers
-late. Here nothing is asked between two re-estimations. Means and residuals have the collective's bits, and entries are
-counted as it sends them (tests/test_benchmarks_oktopk.py compares both over many steps).
+late. Here nothing is asked between two re-estimations, and one kernel does the exchange (oktopk_kernel.py), in a CUDA
+graph. Means and residuals have the collective's bits, and entries are counted as it sends them
+(tests/test_benchmarks_oktopk.py compares all three over many steps).
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ class AllAtOnce:
         self.overall = torch.zeros(1, device=device)
         self.bounds: list[int] = []
         self.shift = 0
+        self.by_kernel = device.type == "cuda"
+        self.found = torch.zeros(size * size + size, dtype=torch.int32, device=device)  # counts of one exchange
+        self.cut_at = torch.zeros(size + 1, dtype=torch.int64, device=device)  # bounds,
+        self.shifted = torch.zeros(1, dtype=torch.int64, device=device)  # and shift, for the kernel
+        self.graph: torch.cuda.CUDAGraph | None = None  # of an exchange between two re-estimations
+        self.seen: tuple[Tensor, Tensor] | None = None  # its gradients and its mean
         self.counts: list[tuple[Tensor, Tensor, int]] = []  # per exchange: [worker, region], [region], shift
 
     def average(self, gradients: Tensor) -> list[Tensor]:
@@ -67,20 +74,55 @@ class AllAtOnce:
         """Before the next step."""
         return self.residuals[rank]
 
+    def _steady(self, gradients: Tensor) -> Tensor:
+        """An exchange with known thresholds and regions; nothing is asked of the card."""
+        from oktopk_kernel import exchange
+
+        given = self.local, self.overall, self.cut_at, self.shifted
+        mean = exchange(gradients, self.residuals, *given, self.found.zero_())
+        selected, held = self._split(self.found)
+        self.local.copy_(self._nudged(self.local, selected.sum(1)))
+        self.overall.copy_(self._nudged(self.overall, held.sum()))
+        return mean
+
+    def _replayed(self, gradients: Tensor) -> Tensor:
+        """`_steady`, as a CUDA graph from the second time on that the same memory holds the gradients."""
+        if self.graph is not None and self.seen is not None and self.seen[0].data_ptr() == gradients.data_ptr():
+            self.graph.replay()
+            return self.seen[1]
+        mean = self._steady(gradients)
+        if gradients.is_cuda and self.graph is None:
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):  # recorded, not run
+                self.seen = gradients, self._steady(gradients)
+        return mean
+
+    def _split(self, found: Tensor) -> tuple[Tensor, Tensor]:
+        """(selected by worker and region, passed by region)."""
+        square = self.size * self.size
+        return found[:square].view(self.size, self.size), found[square:]
+
     def _exchanged(self, gradients: Tensor) -> Tensor:
         again = self.age % self.rule.tau_prime == 0
+        if self.by_kernel and not again and self.age % self.rule.tau:
+            mean = self._replayed(gradients)
+            self.counts.append((*self._split(self.found.clone()), self.shift))
+            self.age += 1
+            return mean
         u = self.residuals + gradients
         chosen = self._chosen(u, again)
         if self.age % self.rule.tau == 0:
             self._cut(chosen)
         sums = self._sums(torch.where(chosen, u, 0))
         if again:
-            self.overall = pooled_threshold(sums, self.k, None).view(1)
+            self.overall.copy_(pooled_threshold(sums, self.k, None).view(1))
         passed = sums.abs() >= self.overall
         regions = list(pairwise(self.bounds))
         held = torch.stack([passed[a:b].sum() for a, b in regions])
         selected = torch.stack([chosen[:, a:b].sum(1) for a, b in regions], 1)
-        self.local, self.overall = self._nudged(self.local, selected.sum(1)), self._nudged(self.overall, held.sum())
+        self.local.copy_(self._nudged(self.local, selected.sum(1)))  # in place: the graph reads them there
+        self.overall.copy_(self._nudged(self.overall, held.sum()))
         self.counts.append((selected, held, self.shift))
         self.age += 1
         self.residuals += gradients - torch.where(chosen & passed, u, 0)  # in the order of the memory's rule
@@ -121,6 +163,8 @@ class AllAtOnce:
         bounds = equal_load(counts, self.n, self.size)
         self.shift = home_shift([torch.searchsorted(one, bounds).diff().tolist() for one in index])
         self.bounds = bounds.tolist()
+        self.cut_at.copy_(bounds)
+        self.shifted.fill_(self.shift)
 
     def _sums(self, sparse: Tensor) -> Tensor:
         """Every region's owner adds its own entries, then those of the members before it in rotation."""

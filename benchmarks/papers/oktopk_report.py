@@ -15,7 +15,7 @@ from thinwire.quantities import half_interval
 Row = dict[str, Any]
 TITLES = {
     "vgg": "VGG-16, CIFAR-10, SGD", "llama": "Llama-class, Python source, AdamW", "an4": "two-layer LSTM, AN4, Adam",
-    "an4-small": "two-layer LSTM of 256, AN4, Adam",
+    "an4-sgd": "two-layer LSTM, AN4, SGD", "an4-small": "two-layer LSTM of 256, AN4, Adam",
 }  # fmt: skip
 SHOWN = {"error": "test error, %", "letters": "letter errors, %", "words": "word errors, %"}
 BEGIN, END = "<!-- oktopk.py writes from here -->", "<!-- to here -->"
@@ -62,9 +62,12 @@ def groups(rows: Iterable[Row]) -> dict[tuple[str, int, float, float], dict[str,
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """One table per task, workers, rate and length; then counts over the run."""
+    """One table per task, workers and rate, of the full schedule; then the price by length, and counts over the run."""
     out = []
+    whole = {task for task, _, _, epochs in groups(rows) if epochs == TASKS[task].full}
     for (task, workers, rate, epochs), methods in groups(rows).items():
+        if task in whole and epochs != TASKS[task].full:
+            continue
         dense, steps = methods.get("dense", []), max(row["steps"] for found in methods.values() for row in found)
         names = [name for name in SHOWN if any(name in row for found in methods.values() for row in found)]
         scaled = "" if rate == 1 else f", rate × {rate:g}"
@@ -87,24 +90,25 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def prices(rows: Sequence[Row]) -> list[str]:
-    """What a method costs in held-out loss, by the length of the schedule; as the figure draws it."""
-    out = ["", "**The price against the number of steps**: held-out loss against dense, %", ""]
-    out += ["| task, method | steps: price |", "|---|---|"]
+    """What a method costs by the length of the schedule; in held-out loss as the figure draws it, and in errors."""
+    out = ["", "**The price against the number of steps**, four workers", ""]
+    out += ["| task, method | steps: held-out loss against dense, % | errors against dense, points |", "|---|---|---|"]
     for task in TASKS:
         for method in METHODS:
             found = points(rows, task, method) if method != "dense" else []
             if len(found) > 1:
-                shown = " · ".join(f"{steps:,}: {paired(values)}" for steps, values in found)
-                out.append(f"| {task}, {method} | {shown} |")
+                wrong = [point for name in SHOWN for point in points(rows, task, method, name)][: len(found)]
+                shown = [" · ".join(f"{steps:,}: {paired(values)}" for steps, values in one) for one in (found, wrong)]
+                out.append(f"| {task}, {method} | {shown[0]} | {shown[1]} |")
     return out if len(out) > 5 else []
 
 
-def points(rows: Sequence[Row], task: str, method: str) -> list[tuple[int, list[float]]]:
-    """(steps, paired differences of the loss) for every length of the schedule, at four workers and the usual rate."""
+def points(rows: Sequence[Row], task: str, method: str, name: str = "loss") -> list[tuple[int, list[float]]]:
+    """(steps, paired differences) for every length of the schedule, at four workers and the usual rate."""
     found = []
     for (which, workers, rate, _), methods in groups(rows).items():
         if which == task and workers == 4 and rate == 1 and {"dense", method} <= methods.keys():
-            values = differences(methods[method], methods["dense"], "loss")
+            values = differences(methods[method], methods["dense"], name)
             if values:
                 found.append((methods[method][0]["steps"], values))
     return sorted(found)
@@ -131,8 +135,10 @@ def counts(rows: Sequence[Row]) -> list[str]:
         "| task, method, steps | selected per worker, in k | passed, in k | ξ by accumulated gradient | ξ by gradient |"
     ]
     out += ["|---|---|---|---|---|"]
+    whole = {row["task"] for row in rows if row["epochs"] == TASKS[row["task"]].full}
     for row in rows:
-        if row["probes"] and row["seed"] == 0 and row["workers"] == 4:
+        shown_length = row["task"] not in whole or row["epochs"] == TASKS[row["task"]].full
+        if row["probes"] and (row["seed"], row["workers"], row["rate"]) == (0, 4, 1) and shown_length:
             share = METHODS[row["method"]].collective().density  # type: ignore[attr-defined]
             k = share * row["n"]
             at = [row["probes"][min(len(row["probes"]) - 1, int(q * len(row["probes"])))] for q in QUARTERS]
@@ -149,7 +155,8 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
+    tasks = [task for task in TASKS if any(len(points(rows, task, method)) > 1 for method in METHODS)]
+    tasks = tasks or [task for task in TASKS if any(row["task"] == task for row in rows)]
     figure, axes = pyplot.subplots(1, len(tasks), figsize=(4.6 * len(tasks), 3.8), squeeze=False, layout="constrained")
     for axis, task in zip(axes[0], tasks):
         for method in METHODS:

@@ -31,7 +31,7 @@ class Task:
     """data: as oktopk_data reads it. device: where everything is computed. quick: a small network."""
 
     name = ""
-    optimiser, rate, clip = "SGD", 0.1, 0.0
+    optimiser, rate, clip, decay = "SGD", 0.1, 0.0, 5e-4
     batch = 256  # of all workers together
     full, warmup = 0, 0  # the full schedule, in epochs; exact steps of a method that has them, as in the authors' code
     is_static = True  # shapes are the same every step: can be captured in a CUDA graph
@@ -64,7 +64,7 @@ class Task:
     def optimiser_of(self, flat: Tensor, rate: float) -> torch.optim.Optimizer:
         fused = flat.is_cuda
         if self.optimiser == "SGD":
-            return torch.optim.SGD([flat], lr=rate, momentum=0.9, weight_decay=5e-4, fused=fused)
+            return torch.optim.SGD([flat], lr=rate, momentum=0.9, weight_decay=self.decay, fused=fused)
         decay = 0.1 if self.optimiser == "AdamW" else 0.0
         return torch.optim.AdamW([flat], lr=rate, betas=(0.9, 0.95), weight_decay=decay, fused=fused)
 
@@ -234,4 +234,10 @@ class SmallSpeech(Speech):
     name, rate, hidden = "an4-small", 2e-3, 256
 
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Vgg, Code, Speech, SmallSpeech)}
+class MomentumSpeech(Speech):
+    """With SGD and momentum, as the authors train their LSTM."""
+
+    name, optimiser, rate, decay = "an4-sgd", "SGD", 0.1, 1e-4
+
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Vgg, Code, Speech, MomentumSpeech, SmallSpeech)}

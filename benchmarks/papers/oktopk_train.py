@@ -1,13 +1,14 @@
 """One run of oktopk.py: all workers in one process, with one copy of the weights, which are equal on all of them.
 
 Every step computes each worker's gradient of its own batch, one after the other (on a card that is one CUDA graph).
-Then each worker's gradient goes through the library's channel and collective, with that worker's own residual, between
-members of an in-process group, as it would between processes; of Ok-Topk as published all workers' at once, to the
-same bits (oktopk_fast.py).
+Then the gradients are averaged as the library's channels and collectives do, with every worker's own residual: all
+workers at once where that is known to have their bits (oktopk_fast.py, oktopk_rows.py), else between members of an
+in-process group, as it would be between processes.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -17,20 +18,17 @@ from typing import Any
 
 import torch
 from oktopk_fast import AllAtOnce, is_published
+from oktopk_members import Workers
 from oktopk_methods import METHODS
+from oktopk_rows import Rows, is_known
 from oktopk_tasks import Batch, Task
 from torch import Tensor, nn
 
 from thinwire.collectives import OkTopk
-from thinwire.collectives.groups import Metered
-from thinwire.collectives.in_process import InProcess, InProcessGroup
 from thinwire.collectives.oktopk import put
-from thinwire.collectives.sums import exact_mean
-from thinwire.config.wire import Reduction, warmup_steps
-from thinwire.data_parallel.gradient_units import Unit, is_exact, make_units
+from thinwire.config.wire import Reduction
+from thinwire.data_parallel.gradient_units import is_exact
 from thinwire.kernels import select
-from thinwire.memory import Plain
-from thinwire.memory.channel import Channel
 
 RAMP = 0.05  # of the steps the rate rises; a cosine then takes it to zero
 PROBES = 20  # measurements of counts and ξ over a run
@@ -68,6 +66,22 @@ class Weights:
         for p in self.parameters:
             p.data = self.flat.data[place : place + p.numel()].view(p.shape)
             place += p.numel()
+        self.casts: list[tuple[Tensor, Tensor]] = []  # what the model uses, and the part of the vector that it is of
+
+    def halve_convolutions(self) -> None:
+        """The model's convolutions take bfloat16 copies, as autocast would make anew for every worker and pass."""
+        for i, (name, p) in enumerate(zip(self.shapes, self.parameters)):
+            if p.dim() == 4:
+                half = nn.Parameter(p.detach().to(torch.bfloat16, memory_format=torch.channels_last))
+                owner, _, own = name.rpartition(".")
+                setattr(self.model.get_submodule(owner), own, half)
+                self.parameters[i] = half
+                self.casts.append((half.data, p.data))
+
+    def refresh(self) -> None:
+        """Copies as the weights are now."""
+        for half, whole in self.casts:
+            half.copy_(whole)
 
 
 class Gradients:
@@ -77,6 +91,10 @@ class Gradients:
         self.task, self.weights, self.workers = task, weights, workers
         self.flat = torch.zeros(workers, weights.flat.numel(), device=task.device)
         self.losses = torch.zeros(workers, device=task.device)
+        matrices = [(shape, math.prod(shape)) for shape in weights.shapes.values() if len(shape) > 1]
+        ends = [0, *itertools.accumulate(count for _, count in matrices)]
+        self.matrices = [(slice(a, b), shape) for a, b, (shape, _) in zip(ends, ends[1:], matrices)]
+        self.vectors = ends[-1]  # the vectors' place
         self.how, self.graph = "eager", None  # or a CUDA graph
         if task.is_static and task.device.type == "cuda":
             self.batch = [torch.empty_like(part) for part in example]
@@ -89,6 +107,7 @@ class Gradients:
             self.graph.replay()
         else:
             self.batch = batch
+            self.weights.refresh()
             for worker in range(self.workers):
                 self._one(worker)
         return self.flat
@@ -103,7 +122,11 @@ class Gradients:
         with half(self.task):
             loss = self.task.loss(self.weights.model, batch, worker)
         parts = torch.autograd.grad(loss, self.weights.parameters)
-        torch.cat([part.reshape(-1) for part in parts], out=self.flat[worker])
+        for (place, shape), part in zip(self.matrices, parts):
+            self.flat[worker, place].view(shape).copy_(part)
+        if self.vectors < self.flat.shape[1]:
+            rest = [part.reshape(-1) for part in parts[len(self.matrices) :]]
+            torch.cat(rest, out=self.flat[worker, self.vectors :])
         self.losses[worker].copy_(loss.detach())
 
     def _try_graphs(self) -> None:
@@ -130,6 +153,7 @@ class Gradients:
         streams = [torch.cuda.Stream() for _ in range(self.workers)]
         with torch.cuda.graph(graph):
             main = torch.cuda.current_stream()
+            self.weights.refresh()
             for worker, stream in enumerate(streams):
                 if not branches:
                     self._one(worker)
@@ -148,68 +172,24 @@ def half(task: Task) -> Any:
     return torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if on else nullcontext()
 
 
-class Workers:
-    """The members that average gradients, each with its own channels.
-
-    size: how many. shapes: of the parameters, by name, in the order of the gradient. reduction: how. seed: the run's.
-    """
-
-    def __init__(self, size: int, shapes: dict[str, tuple[int, ...]], reduction: Reduction, seed: int) -> None:
-        self.group = InProcessGroup(size)
-        self.meters = [Metered(member) for member in self.group.members]
-        self.units, self.warmup, self.steps = make_units(shapes, reduction), warmup_steps("gradient", reduction), 0
-        self.channels = [
-            {unit: Channel(reduction.collective.for_shapes(unit.shapes), Plain() if unit.exact else reduction.memory,
-                           seed=seed, name=unit.name, measure_every=0) for unit in self.units}
-            for _ in range(size)
-        ]  # fmt: skip
-
-    def average(self, gradients: Tensor) -> list[Tensor]:
-        """Every member's mean of the rows; equal on all members."""
-
-        def work(member: InProcess) -> Tensor:
-            parts, place = [], 0
-            for unit in self.units:
-                x = gradients[member.rank, place : place + unit.numel]
-                parts.append(self._mean(member.rank, unit, x))
-                place += unit.numel
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        means = self.group.run(work)
-        self.steps += 1
-        return means
-
-    def _mean(self, rank: int, unit: Unit, x: Tensor) -> Tensor:
-        if unit.exact or self.steps < self.warmup:
-            return exact_mean(x, self.meters[rank])
-        channel = self.channels[rank][unit]
-        channel.begin(self.steps)
-        mean = channel.reduce(unit.name, x, self.meters[rank])
-        channel.commit()
-        return mean
-
-    def residual(self, rank: int) -> Tensor | None:
-        """Of the compressed part, before the next step."""
-        return self.channels[rank][self.units[0]].state.read("e", self.units[0].name)
-
-    def sent(self) -> list[float]:
-        """Bytes per member so far."""
-        return [meter.sent for meter in self.meters]
-
-    def selected(self) -> list[list[int]]:
-        """Per member: entries it selected, entries that passed; of the last step."""
-        states = [channels[self.units[0]].collective_state for channels in self.channels]
-        return [state[self.units[0].name]["selected"].tolist() for state in states]
+Averaging = Workers | AllAtOnce | Rows
 
 
-def xi_of(workers: Workers | AllAtOnce, gradients: Tensor) -> Any:
+def averaging(run: Run, weights: Weights, reduction: Reduction) -> Averaging:
+    """What averages the workers' gradients."""
+    if is_published(reduction):
+        return AllAtOnce(run.workers, weights.flat.numel(), reduction, weights.flat.device)
+    return (Rows if is_known(reduction) else Workers)(run.workers, weights.shapes, reduction, run.seed)
+
+
+def xi_of(workers: Averaging, gradients: Tensor) -> Any:
     """What `noted` needs of a step before it: the mean accumulated gradient and the mean gradient."""
     kept = [workers.residual(rank) for rank in range(len(gradients))]
     acc = torch.stack([g if e is None else g + e for g, e in zip(gradients, kept)]).mean(0)
     return acc, gradients.mean(0)
 
 
-def noted(before: Any, mean: Tensor, workers: Workers | AllAtOnce, step: int) -> dict[str, Any]:
+def noted(before: Any, mean: Tensor, workers: Averaging, step: int) -> dict[str, Any]:
     """Counts and both ξ of a step: by the norm of the mean accumulated gradient, and of the mean gradient (Assumption
     1)."""
     acc, gradient = before
@@ -234,16 +214,15 @@ def rate_at(step: int, steps: int) -> float:
     return (step + 1) / ramp if step < ramp else (1 + math.cos(math.pi * (step - ramp) / max(1, steps - ramp))) / 2
 
 
-def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
-    """The run's row. most: end after so many steps of the schedule (0: not), to measure its speed."""
+def train(run: Run, task: Task, most: int = 0, until: float = math.inf) -> dict[str, Any]:
+    """The run's row. most: end after so many steps of the schedule (0: not), to measure its speed. until: of
+    time.time(); TimeoutError after it."""
     torch.manual_seed(run.seed)
     reduction, steps = METHODS[run.method].reduction(task.warmup), task.steps(run.epochs)
     weights = Weights(task.build().to(task.device), reduction)
-    workers: Workers | AllAtOnce
-    if is_published(reduction):
-        workers = AllAtOnce(run.workers, weights.flat.numel(), reduction, task.device)
-    else:
-        workers = Workers(run.workers, weights.shapes, reduction, run.seed)
+    if task.device.type == "cuda":
+        weights.halve_convolutions()
+    workers = averaging(run, weights, reduction)
     optimiser = task.optimiser_of(weights.flat, run.rate * task.rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate_at(step, steps))
     batches = task.batches(run.seed, run.workers, steps)
@@ -256,6 +235,8 @@ def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
             for buffer, first in zip(weights.model.buffers(), kept):  # capturing has moved running means
                 buffer.copy_(first)
             began = time.monotonic()
+        if time.time() > until:
+            raise TimeoutError(f"given up at step {step} of {steps}; so far: {curve[-1:]}")
         rows = gradients(batch)
         probed = (
             isinstance(reduction.collective, OkTopk) and step >= workers.warmup and step % max(1, steps // PROBES) == 0
@@ -275,6 +256,8 @@ def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
             curve.append({"step": done, **measured(task, weights), "train": float(gradients.losses.mean())})
             if not math.isfinite(curve[-1]["loss"]):
                 break
+    if task.device.type == "cuda":
+        torch.cuda.synchronize()
     sent = [nbytes / done for nbytes in workers.sent()]
     agree = all(torch.equal(means[0], mean) for mean in means[1:])
     return {
@@ -288,5 +271,6 @@ def train(run: Run, task: Task, most: int = 0) -> dict[str, Any]:
 
 @torch.no_grad()
 def measured(task: Task, weights: Weights) -> dict[str, float]:
+    weights.refresh()
     with half(task):
         return task.measure(weights.model)

@@ -31,7 +31,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or a question abo
 
 import torch
 from aqsgd_table import tables
-from aqsgd_tasks import TASKS, THREE, WIRES, config, tiny_sentences
+from aqsgd_tasks import ENDS, TASKS, THREE, WIRES, config, tiny_sentences
 from gpu_pipeline import shared_card
 
 from thinwire.bench.one_process.training import OneProcess
@@ -54,23 +54,28 @@ class Place(NamedTuple):
     model: str
     data: str
     device: str
-    deadline: float  # of time.time(), after which nothing begins
+    deadline: float  # of time.time(), after which nothing begins,
+    end: float = float("inf")  # and nothing goes on
 
 
 CHECKED: dict[str, Checked] = {}  # by task: read before the workers are forked
-QUICK = {"seeds": 2, "wires": ("fp32", "AQ-SGD 4/8", "ours 3/3"), "rates": (1e-3, 3e-3)}
+QUICK = {"seeds": 2, "rates": (1e-3, 3e-3)}
 
 
 def train(job: Job, place: Place) -> dict[str, Any] | None:
-    """One run in a worker; None where it is too late to begin."""
+    """One run in a worker; None where it is too late to begin, or to go on."""
     if time.time() > place.deadline:
         return None
     torch.set_num_threads(1)
     began = time.perf_counter()
     given = config(TASKS[job.task], job.wire, job.seed, job.rate, place.model, place.data, place.device)
+    if place.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     run = OneProcess(given, CHECKED[job.task])
     evals, sent = [run.evaluate()], [run.sent()]
     while run.step < run.steps:
+        if time.time() > place.end:
+            return None
         loss, _ = run.train_step()
         if run.step % run.epoch == 0 or run.step == run.steps:
             evals.append(run.evaluate())
@@ -80,6 +85,7 @@ def train(job: Job, place: Place) -> dict[str, Any] | None:
         **{key: [one[key] for one in evals] for key in evals[0]}, "seconds": time.perf_counter() - began,
         "microbatches": given.mesh.microbatches, "samples": len(run.samples.train),
         "held_out_samples": len(run.samples.held_out),
+        "peak": torch.cuda.max_memory_allocated() if place.device == "cuda" else 0,
     }  # fmt: skip
     del run
     gc.collect()
@@ -107,7 +113,8 @@ class Schedule:
         self.begun: set[Job] = set(self.found)
 
     def wires(self, task: str, seed: int = 0) -> list[str]:
-        named = QUICK["wires"] if self.quick else TASKS[task].claimed if seed else TASKS[task].wires
+        claimed = (THREE if TASKS[task].dp == 1 else TASKS[task].wires[:4]) if self.quick else TASKS[task].claimed
+        named = claimed if seed or self.quick else TASKS[task].wires
         return [wire for wire in named if not self.only or wire in self.only]
 
     def next(self) -> list[Job]:
@@ -121,7 +128,7 @@ class Schedule:
                 best = min(sweep, key=lambda job: self.found[job]["held_out"][-1])
                 seeds = QUICK["seeds"] if self.quick else TASKS[task].seeds
                 jobs += [Job(task, wire, seed, best.rate) for seed in range(seeds) for wire in self.wires(task, seed)]
-        jobs.sort(key=lambda job: job.seed > 0 and job.wire not in THREE)  # these have all seeds first
+        jobs.sort(key=lambda job: job.seed > 0 and job.wire not in (*THREE, *ENDS))  # these have all seeds first
         new = [job for job in dict.fromkeys(jobs) if job not in self.begun]
         self.begun |= {*new}
         return new
@@ -199,7 +206,7 @@ def places(args: argparse.Namespace, out: Path, began: float) -> dict[str, Place
         folders = [pool.submit(as_folder, m, str(Path(m).parent), print) if is_gguf(m) else None for m in models]
         models = [m if folder is None else folder.result() for m, folder in zip(models, folders)]
     found = {
-        task: Place(model, one, args.device, began + args.budget)
+        task: Place(model, one, args.device, began + args.budget, began + args.budget + args.grace)
         for task, model, one in zip(tasks, models, data, strict=True)
     }
     read_data(found)
@@ -214,6 +221,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--parallel", type=int, default=1, help="runs at the same time")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
+    parser.add_argument("--grace", type=float, default=1e9, help="seconds after those, when runs are given up")
     parser.add_argument("--only", default="", help="these wires; rates are tried anyway")
     parser.add_argument("--out", default="out/aqsgd")
     parser.add_argument("--table", action="store_true", help="only print the tables")

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from aqsgd_tasks import WIRES
+from aqsgd_tasks import TASKS, WIRES
 
 from thinwire.planner.schedule import generate
 from thinwire.planner.simulate import simulate
@@ -49,9 +49,10 @@ def _wires(rows: Rows) -> str:
             runs[row["wire"]][row["seed"]] = row
     plain = runs["fp32"]
     epochs = range(1, len(rows[0]["held_out"]))
-    scored = "accuracy" in rows[0]
+    scored, measured = "accuracy" in rows[0], all(row.get("peak") for row in rows)
     head = ["wire", "seeds", *(f"epoch {n}" for n in epochs), "over fp32, %, ± 95 %", "within 0.5 %",
-            *(["accuracy, %", "Matthews"] if scored else []), "MB per step, first epoch", "after it"]  # fmt: skip
+            *(["accuracy, %", "Matthews"] if scored else []), "MB per step, first epoch", "after it",
+            *(["peak memory, GB"] if measured else [])]  # fmt: skip
     lines = [head, ["---"] * len(head)]
     for wire in [name for name in WIRES if name in runs]:
         seeds = runs[wire]
@@ -60,7 +61,9 @@ def _wires(rows: Rows) -> str:
         means = [f"{statistics.fmean(seeds[s]['held_out'][n] for s in paired):.4f}" for n in epochs]
         scores = [f"{100 * _mean(seeds, paired, 'accuracy'):.2f}", f"{_mean(seeds, paired, 'matthews'):.3f}"]
         verdict = ["", ""] if wire == "fp32" else [interval(over), within(over)]
-        lines.append([wire, str(len(paired)), *means, *verdict, *(scores if scored else []), *_bytes(seeds[paired[0]])])
+        cells = [*(scores if scored else []), *_bytes(seeds[paired[0]])]
+        cells += [f"{seeds[paired[0]]['peak'] / 1e9:.2f}"] if measured else []
+        lines.append([wire, str(len(paired)), *means, *verdict, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -86,23 +89,26 @@ def per_step(row: dict[str, Any], later: bool) -> dict[str, float]:
     return {kind: (after[kind] - before[kind]) / max(1, steps) for kind in after}
 
 
-def seconds(sent: dict[str, float], rate: float) -> float:
-    """A simulated 1F1B step on links of `rate` bit/s without latency. sent: bytes per step, over all boundaries."""
-    per_message = 8 * HEADERS / (rate * (STAGES - 1) * MICROBATCHES)
+def seconds(sent: dict[str, float], rate: float, dp: int = 1) -> float:
+    """A simulated 1F1B step on links of `rate` bit/s without latency. sent: bytes per step, over all boundaries of all
+    replicas. Gradients between replicas leave after the step, all stages' at the same time."""
+    per_message = 8 * HEADERS / (rate * (STAGES - 1) * MICROBATCHES * dp)
+    between = sent.get("gradient", 0) / (STAGES * dp) * 8 * HEADERS / rate
 
     def hop(send: Send) -> Hop:
         return Hop(wire=sent[str(send.traffic)] * per_message)
 
-    copies = Hop(wire=sent["embedding"] / 2 * 8 * HEADERS / rate)  # both send at the same time
+    copies = Hop(wire=sent["embedding"] / 2 / dp * 8 * HEADERS / rate)  # all send at the same time
     work = Work.even(STAGES, FORWARD, BACKWARD)
     step = Step(generate("1F1B", STAGES, MICROBATCHES, None), work, hop, embedding=copies, embedding_fused=True)
-    return simulate(step).makespan
+    return simulate(step).makespan + between
 
 
 def _times(rows: Rows) -> str:
     """Of a language model: seconds to the end of training, by rate."""
-    if rows[0]["task"] != "wikitext":
+    if not rows[0]["task"].startswith("wikitext"):
         return ""
+    dp = TASKS[rows[0]["task"]].dp
     best = best_rate(rows)
     first = {row["wire"]: row for row in rows if row["seed"] == 0 and row["rate"] == best}
     lines = [["wire", *(f"{name}: s per step, later" for name in RATES), *(f"{name}: whole run" for name in RATES)]]
@@ -110,7 +116,9 @@ def _times(rows: Rows) -> str:
     for wire in [name for name in WIRES if name in first]:
         row = first[wire]
         steps = row["epoch"], row["steps"] - row["epoch"]
-        each = {name: [seconds(per_step(row, later), rate) for later in (False, True)] for name, rate in RATES.items()}
+        each = {
+            name: [seconds(per_step(row, later), rate, dp) for later in (False, True)] for name, rate in RATES.items()
+        }
         whole = [sum(count * one for count, one in zip(steps, pair)) for pair in each.values()]
         lines.append([wire, *(f"{pair[1]:.2f}" for pair in each.values()), *(f"{total:.0f}" for total in whole)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

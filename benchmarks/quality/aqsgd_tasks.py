@@ -37,7 +37,10 @@ WIRES: dict[str, dict[str, Any]] = {
     "AQ-SGD 4/8": {"preset": "paper-aqsgd"}, "AQ-SGD 3/6": published(3, 6), "AQ-SGD 2/4": published(2, 4),
     "ours 3/3": {"preset": "max"},
     "rotated 4/4": {"preset": "scratch"},
+    "end to end, published": {"preset": "paper-aqsgd"}, "end to end, ours": {"preset": "max"},
+    "Optimus-CC": {"preset": "paper-optimus"},
 }  # fmt: skip
+FROZEN = {"end to end, published": {"name": "frozen_adam", "freeze_after": "epoch"}}  # the optimiser of a wire
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Task:
     data, optim, run: sections of run.toml. kind: of `[task]`. batch: sequences per step. length: tokens of a sample.
     rates: tried for fp32 with seed 0; the best is everybody's. seeds: paired. wires: by name, all with seed 0.
     claimed: those that have the other seeds too. microbatches: of a step; they change rounding only, and fewer of them
-    take a card less time.
+    take a card less time. dp: replicas.
     """
 
     kind: str
@@ -59,23 +62,29 @@ class Task:
     claimed: tuple[str, ...]
     run: Mapping[str, Any]
     microbatches: int = 2
+    dp: int = 1
 
 
 SENTENCES = {"columns": ["sentence"], "held_out": 0.2}
 THREE = ("fp32", "AQ-SGD 4/8", "ours 3/3")
 FOUR = (*THREE, "direct 4/8")
+ENDS = ("end to end, published", "end to end, ours")
 TASKS = {
     "sst2": Task(
         "classify", {**SENTENCES, "seq_len": 48, "samples": 20_000}, {"batch": 64, "epochs": 3, "warmup": 40},
         (5e-5, 1e-4, 2e-4), 8, FOUR, THREE, {},
     ),
     "cola": Task(
-        "classify", {**SENTENCES, "seq_len": 32}, {"batch": 32, "epochs": 3, "warmup": 40}, (1.5e-5, 3e-5, 6e-5), 8,
-        FOUR, THREE, {},
+        "classify", {**SENTENCES, "seq_len": 32}, {"batch": 32, "epochs": 3, "warmup": 40},
+        (5e-6, 1e-5, 2e-5, 4e-5), 8, FOUR, THREE, {}, 1,
     ),
     "wikitext": Task(
         "causal", {"seq_len": 256, "held_out": 0.1}, {"batch": 16, "epochs": 3, "warmup": 10}, (5e-5, 1e-4, 2e-4), 3,
-        tuple(WIRES), (*THREE, "AQ-SGD 3/6", "rotated 4/4"), {"autocast": "bf16"}, 1,
+        tuple(WIRES)[:-3], (*THREE, "AQ-SGD 2/4", "rotated 4/4", "AQ-SGD 3/6", "direct 4/8"), {"autocast": "bf16"}, 1,
+    ),
+    "wikitext-dp2": Task(  # activations, their gradients, replicas: the rate is the one that wikitext's sweep found
+        "causal", {"seq_len": 256, "held_out": 0.1}, {"batch": 16, "epochs": 3, "warmup": 10}, (1e-4,), 3,
+        ("fp32", *ENDS, "Optimus-CC", "bf16"), ("fp32", *ENDS), {"autocast": "bf16"}, 1, 2,
     ),
 }  # fmt: skip
 WORDS = ["plain", "thin", "dense", "warm", "cold", "sparse", "exact", "late", "early", "wide"]
@@ -93,10 +102,12 @@ def config(task: Task, wire: str, seed: int, rate: float, model: str, data: str,
     given = {**task.data, **({"paths": [data]} if data else {"corpus_bytes": 20_000}), "seed": seed}
     if quick:
         given |= {"seq_len": 16, "samples": 90}
-    optim = {**task.optim, "lr": rate} | ({"batch": 16, "epochs": 2, "warmup": 2} if quick else {})
+    optim = {**task.optim, "lr": rate, **FROZEN.get(wire, {})} | (
+        {"batch": 16, "epochs": 2, "warmup": 2} if quick else {}
+    )
     return read_config({
         "task": {"kind": task.kind}, "model": sizes, "data": given, "optim": optim, "wire": WIRES[wire],
-        "mesh": {"pp": 4, "microbatches": task.microbatches, "schedule": "GPipe"},
+        "mesh": {"dp": task.dp, "pp": 4, "microbatches": task.microbatches, "schedule": "GPipe"},
         "run": {**({} if quick else task.run), "seed": seed, "device": device, "eval_every": 0},
     })  # fmt: skip
 

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.codecs.base import is_finite
 from thinwire.collectives import Dense, Quantized
 from thinwire.collectives.groups import Group, world
+from thinwire.collectives.messages import maximum
 from thinwire.config.wire import Reduction, Wire, WireLike
 from thinwire.data_parallel.checkpoint import RankState
 from thinwire.data_parallel.exchange import Exchange
@@ -172,7 +172,7 @@ class FrozenAdam(torch.optim.Optimizer):
         flags = torch.tensor([bad, self._settled(), *(n in gradients for n in self.parameters)], dtype=torch.uint8)
         if self.size > 1:
             flags = flags.to(next(iter(self.parameters.values())).device)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+            flags = maximum(flags, self.group)
         first, second, *rest = map(bool, flags.tolist())
         return first, second, {name for name, use in zip(self.parameters, rest) if use}
 

@@ -1,7 +1,8 @@
-"""Both copies of a tied embedding in one process: their gradients are averaged as two ranks would."""
+"""The copies of a tied embedding in one process: their gradients are averaged as the ranks of both ends would."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -15,51 +16,56 @@ from thinwire.errors import UsageError
 
 
 class TiedPair:
-    """The first and the last stage's copy of a tied embedding, as `TiedEmbedding` keeps them equal.
+    """The first and the last stage's copy of a tied embedding, as `TiedEmbedding` keeps them equal over all replicas.
 
-    copies: the two parameters. wire: its embedding section is used. seed: the run's.
+    copies: the two parameters, whose values all replicas share. wire: its embedding section is used. seed: the run's.
+    dp: replicas.
     """
 
-    def __init__(self, copies: tuple[nn.Parameter, nn.Parameter], wire: Wire, seed: int) -> None:
+    def __init__(self, copies: tuple[nn.Parameter, nn.Parameter], wire: Wire, seed: int, dp: int = 1) -> None:
         reduction = wire.embedding or Reduction(Dense())
         if reduction.sync == "rows":
             raise UsageError("[wire.embedding] sync = 'rows': not in one process; take fused or separate")
-        self.copies = copies
+        self.copies, self.dp = copies, dp
         self.sync = reduction.sync
         self.warmup = warmup_steps("embedding", reduction)
-        self.group, inner = InProcessGroup(2), replace(reduction, exact_dims=0, exclude=())
-        shapes = {NAME: tuple(copies[0].shape)}
-        self.exchanges = [Exchange(shapes, inner, member, seed) for member in self.group.members]
-        self.exact_bytes = 0
+        inner, shapes = replace(reduction, exact_dims=0, exclude=()), {NAME: tuple(copies[0].shape)}
+        groups = [InProcessGroup(dp)] * 2 if self.sync == "separate" else [InProcessGroup(2 * dp)]
+        self.groups = [(group, [Exchange(shapes, inner, one, seed) for one in group.members]) for group in groups]
+        self.pair_bytes = 0
 
-    def reduce(self) -> None:
-        """Both .grad ← their sum, as the wire carries it."""
-        if self.sync == "separate":  # one replica: nothing to average on a stage, and between stages it is exact
-            total = _gradient(self.copies[0]) + _gradient(self.copies[1])
-            self.exact_bytes += 2 * total.nbytes
-            for copy in self.copies:
-                _gradient(copy).copy_(total)
-            return
-        for copy, mean in zip(self.copies, self.group.run(self._mean)):
-            _gradient(copy).copy_(mean.mul_(2))
+    def reduce(self, local: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Both .grad ← the sum of the two stages' means over the replicas, as the wire carries it.
+
+        local: both copies' gradients, by replica.
+        """
+        if self.sync == "separate":  # on each stage, and then between the two, exactly
+            first, last = (self._mean(place, [pair[place] for pair in local]) for place in (0, 1))
+            total = first + last
+            self.pair_bytes += 2 * self.dp * total.nbytes
+        else:
+            total = self._mean(0, [gradient for pair in local for gradient in pair]).mul_(2)
+        for copy in self.copies:
+            copy.grad = total.clone()
 
     def settle(self, skipped: bool) -> None:
         """Keep what the step wrote, or drop it where it is `skipped`."""
-        for exchange in self.exchanges if self.sync != "separate" else ():
+        for exchange in (exchange for _, exchanges in self.groups for exchange in exchanges):
             exchange.rollback() if skipped else exchange.commit()
 
     def sent(self) -> int:
-        """Bytes that both have sent."""
-        return self.exact_bytes + sum(exchange.sent for exchange in self.exchanges)
+        """Bytes that all have sent."""
+        return self.pair_bytes + sum(exchange.sent for _, exchanges in self.groups for exchange in exchanges)
 
-    def _mean(self, member: InProcess) -> Tensor:
-        exchange, copy = self.exchanges[member.rank], self.copies[member.rank]
-        (unit,) = exchange.units
-        values = _gradient(copy).reshape(-1).clone()
-        mean = exchange.reduce(unit, values, exact=exchange.steps < self.warmup)
-        return mean.view(copy.shape)
+    def _mean(self, place: int, gradients: Sequence[Tensor]) -> Tensor:
+        group, exchanges = self.groups[place]
+        if group.size == 1:
+            return gradients[0]
 
+        def mean(member: InProcess) -> Tensor:
+            exchange = exchanges[member.rank]
+            (unit,) = exchange.units
+            values = gradients[member.rank].reshape(-1).clone()
+            return exchange.reduce(unit, values, exact=exchange.steps < self.warmup)
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None, "a copy of the tied embedding has no gradient"
-    return parameter.grad
+        return group.run(mean)[0].view(gradients[0].shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ class Row:
     share: of the width that crosses in a subspace; 1: everything, without one.
     rate: of the subspace, relative to the model's; 0: it stays as it begins. anchors: of tokens, beside it.
     tokens: rate of the token means that messages forward are coded against; 0: there are none.
+    phases: (share of the steps, bits forward, bits back): what holds from there on; bits of Transforms.
     """
 
     name: str
@@ -28,6 +29,17 @@ class Row:
     anchors: int = 0
     back: Mapping[str, Any] = field(default_factory=dict)
     tokens: float = 0.0
+    phases: Sequence[tuple[float, float, float]] = ()
+
+    @property
+    def messages(self) -> bool:
+        """Can it be had with messages? Bits that change within a run, and the bound of all codes, cannot."""
+        return not self.phases and "ideal" not in self.codec and "ideal" not in self.back
+
+    @property
+    def formulas(self) -> bool:
+        """Can it be had without messages? Subspaces, and scales for the least error, cannot."""
+        return self.share == 1 and not any("mse" in str(way) for way in (self.codec, self.back))
 
     def rank(self, width: int) -> int:
         """How many values of a hidden state of `width` cross."""
@@ -69,6 +81,7 @@ ROWS = {
         Row("learned d/2 at 3 bits mse", _rotated(3, "mse"), 0.5, 0.1),
         *(Row(f"rotated normal {bits} bits", _transform(bits)) for bits in (4, 3, 2)),
         Row("basis 2 back 2", _transform(2, 100), back=_transform(2)),
+        *(Row(f"ideal {bits} bits", {"ideal": bits}) for bits in (4, 3, 2, 1)),
         *(Row(f"tokens + basis {f} back {b}", _transform(f, 100), back=_transform(b), tokens=0.1) for f, b in FITTED),
     )
 }

@@ -10,8 +10,8 @@ boundary makes from what it has sent (transform_fit.py) and sends along (memory/
 and b follows by reverse water-filling: a component of little variance gets no bits. Rows differ too: they are put in
 order by their scales, which both ends know, and each quarter of them has bits of its own, more where scales are large.
 
-The message: int16 scale per row, in 1/16 octaves | one bit stream, class after class: of each of its rows the lowest bit
-of all components that have one, then of each the second bit of those that have two, ….
+The message: int16 scale per row, in 1/16 octaves | one bit stream, class after class: of each of its rows the lowest
+bit of all components that have one, then of each the second bit of those that have two, ….
 """
 
 from __future__ import annotations

@@ -56,10 +56,21 @@ class Run:
         self.samples, self.held_out = (part.to(device) for part in text(setup, seed))
         self.batch = torch.zeros(setup.rows, setup.length + 1, dtype=torch.int64, device=device)
         self.graph: Any = None
+        self.stream = (
+            torch.cuda.Stream() if self.fast else None
+        )  # of all steps: a graph is not captured on the default one
+        if self.fast:
+            torch.set_float32_matmul_precision("high")
 
     def train(self, advance: Callable[[str, int], None], end: float = float("inf")) -> dict[str, Any]:
         """Held-out losses by step. advance(note, steps): called at evaluations. end: on the monotonic clock; a run
         that is not through by then has `done` below its steps."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            return self._train(advance, end)
+
+    def _train(self, advance: Callable[[str, int], None], end: float) -> dict[str, Any]:
         losses: list[tuple[int, float]] = []
         began = time.perf_counter()
         step = 0
@@ -122,7 +133,7 @@ class Run:
     def _capture(self) -> None:
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, stream=self.stream):
             self._step()
 
     @torch.no_grad()

@@ -142,9 +142,9 @@ def test_bits_go_where_they_save_most(width, bits, seed):
     rotated = book.basis.T @ covariance @ book.basis
     assert float((rotated - rotated.diag().diag()).abs().max()) < 0.02 * float(rotated.diag().max())
     alike, energies = rotated.diag().clamp_min(1e-12)[None], moments.energies / moments.count
-    for variances, given in ((alike, book.bits[:1]), (energies[:, None] * alike, book.bits[1:])):
+    for variances, taken in ((alike, book.bits[:1]), (energies[:, None] * alike, book.bits[1:])):
         saved = variances[..., None] * (torch.tensor(ERROR[:-1]) - torch.tensor(ERROR[1:]))
-        saved, flat = saved.view(-1, 8), given.flatten().tolist()
+        saved, flat = saved.view(-1, 8), taken.flatten().tolist()
         last = [float(saved[i, b - 1]) for i, b in enumerate(flat) if b]
         following = [float(saved[i, b]) for i, b in enumerate(flat) if b < 8]
         assert not following or min(last) >= max(following) * (1 - 1e-4)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Cast, Codec, Quantize, Rotated, make
+from thinwire.codecs import Cast, Codec, Identity, Quantize, Rotated, make
 from thinwire.codecs.transform import CLASSES, OCTAVE, Book, Transform, block_of, from_codes, in_order, to_codes
 from thinwire.codecs.transform_fit import LOOKED_AT, Moments, energies_of, fit
 from thinwire.kernels.quantize import qmax
@@ -43,6 +43,8 @@ class Code:
 
 def coded(x: Tensor, codec: Codec) -> Tensor:
     """What a codec without state leaves of x, with signs drawn anew."""
+    if isinstance(codec, Identity):
+        return x
     if isinstance(codec, Cast):
         return x.to(torch.bfloat16).to(x.dtype)
     if isinstance(codec, Rotated):

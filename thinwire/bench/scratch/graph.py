@@ -35,9 +35,10 @@ class Run:
     """A model of a row and a seed.
 
     length: steps over dense's, after which the rate has fallen to 0 (over the last `setup.decay` of the steps).
+    eager: on a card, no graph.
     """
 
-    def __init__(self, row: Row, setup: Scratch, seed: int, length: float = 1.0) -> None:
+    def __init__(self, row: Row, setup: Scratch, seed: int, length: float = 1.0, eager: bool = False) -> None:
         self.row, self.setup = row, setup
         self.steps = round(setup.steps * length)
         device = torch.device(setup.device)
@@ -50,7 +51,7 @@ class Run:
             for _ in range(setup.stages - 1)
         ]
         self.rate = torch.zeros((), device=device)
-        self.fast = device.type == "cuda"
+        self.fast, self.eager = device.type == "cuda", eager or device.type != "cuda"
         more: dict[str, Any] = {"fused": True, "capturable": self.fast}
         self.optimiser = torch.optim.AdamW(self.stages.parameters(), lr=self.rate, betas=(0.9, 0.95), **more)
         self.samples, self.held_out = (part.to(device) for part in text(setup, seed))
@@ -111,7 +112,7 @@ class Run:
         self.batch.copy_(self.samples[step * rows : (step + 1) * rows])
         if again:
             self.graph = None
-        if not self.fast or step < EAGER:
+        if self.eager or step < EAGER:
             self._step()
             return
         if self.graph is None:

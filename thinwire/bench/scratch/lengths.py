@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -39,12 +41,14 @@ def run(args: argparse.Namespace) -> int:
         for length in ([1.0] if row.name == DENSE else lengths(args))
         if (row.name, seed, length) not in done
     ]
+    failed: list[str] = []
     with progress("scratch", sum(round(setup.steps * job[3]) for job in jobs)) as advance:
         context = get_context("spawn")  # a fork could not use a card
         with ProcessPoolExecutor(min(args.parallel, max(len(jobs), 1)), mp_context=context) as pool:
-            for future in as_completed([pool.submit(one, job, end) for job in jobs]):
+            for future in as_completed([pool.submit(train_one, job, end, args.eager) for job in jobs]):
                 found = future.result()
-                if found is None:
+                if found is None or "error" in found:
+                    failed += [] if found is None else [found["error"]]
                     continue
                 advance(f"{found['row']}, seed {found['seed']}: {found['losses'][-1][1]:.4f}", found["done"])
                 document["runs"].append(found)
@@ -56,17 +60,25 @@ def run(args: argparse.Namespace) -> int:
         from thinwire.bench.scratch.figure import draw_lengths
 
         draw_lengths(document, args.figure)
-    return 0
+    for error in failed:
+        print(error, file=sys.stderr)
+    return 1 if failed else 0
 
 
-def one(job: Job, end: float) -> dict[str, Any] | None:
-    """A run in a process of its own; None where time is up. end: on the monotonic clock, which processes share."""
+def train_one(job: Job, end: float, eager: bool) -> dict[str, Any] | None:
+    """A run in a process of its own; None where time is up, `error` where it failed: the others go on.
+
+    end: on the monotonic clock, which processes share. eager: without a graph.
+    """
     if time.monotonic() > end:
         return None
     from thinwire.bench.scratch.graph import Run
 
     row, setup, seed, length = job
-    found = Run(row, setup, seed, length).train(lambda note, steps: None, end)
+    try:
+        found = Run(row, setup, seed, length, eager).train(lambda note, steps: None, end)
+    except Exception:
+        return {"error": f"{row.name}, seed {seed}: {traceback.format_exc()}"}
     return {"row": row.name, "seed": seed, "length": length, **found}
 
 

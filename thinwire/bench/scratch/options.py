@@ -93,6 +93,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--decay", type=float, default=None, help="share of the steps in which the rate falls to 0 (0)")
     parser.add_argument("--formulas", action="store_true", help="codes without messages; on a card a step is one graph")
+    parser.add_argument("--eager", action="store_true", help="with --formulas on a card: no graph, launch by launch")
     parser.add_argument(
         "--lengths", default="1", metavar="TIMES", help="with --formulas: dense's steps times these, a run each (1)"
     )
@@ -148,12 +149,17 @@ def read_setup(args: argparse.Namespace) -> Scratch:
 
 
 def chosen(args: argparse.Namespace) -> list[Row]:
-    """The rows to run, dense first."""
+    """The rows to run, dense first. A word that is a row's whole name means that row alone."""
     words = [word.strip() for word in args.only.split(",") if word.strip()]
     able = [name for name, row in ROWS.items() if (row.formulas if args.formulas else row.messages)]
+    whole = [word for word in words if word in able]
+    parts = [word for word in words if word not in able]
     names = [
-        name for name in able if (not words and (not args.quick or name in QUICK)) or any(w in name for w in words)
+        name
+        for name in able
+        if any(word in name for word in parts) or (not words and (not args.quick or name in QUICK))
     ]
+    names = [name for name in able if name in names or name in whole]
     if words and not names:
         raise UsageError(f"--only {args.only!r}: no row has these words; rows are {', '.join(ROWS)}")
     return [ROWS[name] for name in dict.fromkeys((DENSE, *names))]

@@ -59,7 +59,10 @@ def _transform(bits: float, every: int = 0) -> Mapping[str, Any]:
 
 
 BITS = (8, 6, 4, 3)
-FITTED = ((4, 4), (3, 3), (2, 3), (2, 2), (1.5, 1.5), (1, 1))  # bits forward, in a learnt basis, and back
+FITTED = (  # bits forward, in a learnt basis, and back
+    (8, 8), (6, 6), (4, 4), (3, 3), (2.5, 2.5), (3, 2), (2, 3), (2, 2), (2.5, 1.5), (2, 1.5),
+    (1.5, 1.5), (1, 1), (0.5, 0.5),
+)  # fmt: skip
 ROWS = {
     row.name: row
     for row in (
@@ -81,6 +84,9 @@ ROWS = {
         Row("learned d/2 at 3 bits mse", _rotated(3, "mse"), 0.5, 0.1),
         *(Row(f"rotated normal {bits} bits", _transform(bits)) for bits in (4, 3, 2)),
         Row("basis 2 back 2", _transform(2, 100), back=_transform(2)),
+        Row("fp32", {"codec": "identity"}),
+        Row("bf16 back 2", BF16, back=_transform(2)),
+        Row("tokens + basis 2 back bf16", _transform(2, 100), back=BF16, tokens=0.1),
         *(Row(f"ideal {bits} bits", {"ideal": bits}) for bits in (4, 3, 2, 1)),
         *(Row(f"tokens + basis {f} back {b}", _transform(f, 100), back=_transform(b), tokens=0.1) for f, b in FITTED),
     )

@@ -96,7 +96,8 @@ def test_steps_are_found_between_runs_of_several_lengths():
 def test_the_command_runs_resumes_and_draws(tmp_path, capsys):
     out = tmp_path / "rows.json"
     words = ["bench", "scratch", "--quick", "--formulas", "--stages", "2", "--steps", "4", "--every", "2",
-             "--decay", "0.4", "--only", "tokens + basis 2 back 2", "--lengths", "1,1.5", "--json", str(out)]  # fmt: skip
+             "--decay", "0.4", "--only", "tokens + basis 2 back 2", "--lengths", "1,1.5", "--json",
+             str(out)]  # fmt: skip
     assert main([*words, "--figure", str(tmp_path / "f.png")]) == 0
     document = json.loads(out.read_text())
     assert [(one["row"], one["steps"]) for one in document["runs"]].count((DENSE, 4)) == 1 and len(

@@ -7,6 +7,7 @@ seed: their last losses against their lengths, in proportion.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import statistics
 import sys
@@ -36,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
     done = {(one["row"], one["seed"], one["length"]) for one in document["runs"]}
     jobs = [
         (row, setup, seed, length)
-        for seed in seeds
         for row in chosen(args)
         for length in ([1.0] if row.name == DENSE else lengths(args))
+        for seed in seeds
         if (row.name, seed, length) not in done
     ]
     failed: list[str] = []
@@ -79,6 +80,8 @@ def train_one(job: Job, end: float, eager: bool) -> dict[str, Any] | None:
         found = Run(row, setup, seed, length, eager).train(lambda note, steps: None, end)
     except Exception:
         return {"error": f"{row.name}, seed {seed}: {traceback.format_exc()}"}
+    finally:
+        gc.collect()  # graphs keep their memory until then
     return {"row": row.name, "seed": seed, "length": length, **found}
 
 

@@ -152,14 +152,9 @@ def chosen(args: argparse.Namespace) -> list[Row]:
     """The rows to run, dense first. A word that is a row's whole name means that row alone."""
     words = [word.strip() for word in args.only.split(",") if word.strip()]
     able = [name for name, row in ROWS.items() if (row.formulas if args.formulas else row.messages)]
-    whole = [word for word in words if word in able]
-    parts = [word for word in words if word not in able]
-    names = [
-        name
-        for name in able
-        if any(word in name for word in parts) or (not words and (not args.quick or name in QUICK))
-    ]
-    names = [name for name in able if name in names or name in whole]
+    few = [name for name in able if not args.quick or name in QUICK]
+    names = [word for word in words if word in able]
+    names += [name for name in few if not words or any(word in name for word in words if word not in able)]
     if words and not names:
         raise UsageError(f"--only {args.only!r}: no row has these words; rows are {', '.join(ROWS)}")
     return [ROWS[name] for name in dict.fromkeys((DENSE, *names))]

@@ -7,7 +7,6 @@ latency, and 0.0233 s per byte per token, 1.11 times what 200 Mb/s take for both
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,11 +41,11 @@ def message_bytes(row: Row, size: Yardstick) -> float:
     """Of one micro-batch, both ways; the mean over a run whose bits change."""
     shape = size.tokens // size.microbatches, row.rank(size.width)
     ways = row.codec, row.back or row.codec
-    begins = [(0.0, *(way.get("bits") for way in ways)), *row.phases, (1.0,)]
+    begins = [(0.0, *(way.get("bits") for way in ways)), *row.phases]
+    ends = [*(phase[0] for phase in row.phases), 1.0]
     total = 0.0
-    for (share, *bits), (end, *_) in itertools.pairwise(begins):
-        one = [_bytes(way, number, shape) for way, number in zip(ways, bits)]
-        total += (end - share) * sum(one)
+    for (share, *bits), end in zip(begins, ends):
+        total += (end - (share or 0.0)) * sum(_bytes(way, number, shape) for way, number in zip(ways, bits))
     return total
 
 

@@ -35,7 +35,9 @@ def error(y: torch.Tensor, x: torch.Tensor) -> float:
     return float((y - x).square().sum() / x.square().sum())
 
 
-@pytest.mark.parametrize("name", [DENSE, "direct 4 bits", "rotated 4 bits", "rotated normal 2 bits"])
+@pytest.mark.parametrize(
+    "name", [DENSE, "direct 4 bits", "rotated 4 bits", "rotated 3 bits mse", "rotated normal 2 bits"]
+)
 def test_formulas_err_as_the_codecs_do(name):
     x, ids = values(0)
     codec = make(**ROWS[name].codec)

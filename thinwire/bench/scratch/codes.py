@@ -16,7 +16,7 @@ from torch import Tensor
 from thinwire.codecs import Cast, Codec, Identity, Quantize, Rotated, make
 from thinwire.codecs.transform import CLASSES, OCTAVE, Book, Transform, block_of, from_codes, in_order, to_codes
 from thinwire.codecs.transform_fit import LOOKED_AT, Moments, energies_of, fit
-from thinwire.kernels.quantize import qmax
+from thinwire.kernels.quantize import choose_scales, round_codes, spare_level
 from thinwire.memory.fitted import LOOKED, due
 
 TINY = torch.finfo(torch.float32).tiny
@@ -50,12 +50,11 @@ def coded(x: Tensor, codec: Codec) -> Tensor:
     if isinstance(codec, Rotated):
         signs = random_signs(x.reshape(-1, codec.block))
         return rotated(coded(rotated(x.reshape(-1, codec.block), signs), codec.inner), signs, back=True).view(x.shape)
-    if isinstance(codec, Quantize) and codec.rounding == "nearest" and codec.scale == "absmax":
-        blocks = x.reshape(-1, codec.block).float()
-        scale = blocks.abs().amax(1, keepdim=True).clamp_min(TINY) / qmax(codec.bits)
-        power = torch.exp2(torch.floor(torch.log2(scale)) - 6)
-        scale = torch.ceil(scale / power) * power  # rounded up to 7 significant bits
-        return (torch.round(blocks / scale) * scale).view(x.shape).to(x.dtype)
+    if isinstance(codec, Quantize) and codec.rounding == "nearest":
+        blocks, mse, full = x.reshape(-1, codec.block).float(), codec.scale == "mse", codec.scale == "full"
+        scale = choose_scales(blocks, codec.bits, mse, torch.float32, full)[0]
+        codes = round_codes(blocks, scale, codec.bits, spare_level(blocks, torch.float32, mse, full), None)
+        return (codes * scale[:, None]).view(x.shape).to(x.dtype)
     raise NotImplementedError(f"{codec}: has no formula here")
 
 

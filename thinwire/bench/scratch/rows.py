@@ -38,8 +38,8 @@ class Row:
 
     @property
     def formulas(self) -> bool:
-        """Can it be had without messages? Subspaces, and scales for the least error, cannot."""
-        return self.share == 1 and not any("mse" in str(way) for way in (self.codec, self.back))
+        """Can it be had without messages? Subspaces cannot."""
+        return self.share == 1
 
     def rank(self, width: int) -> int:
         """How many values of a hidden state of `width` cross."""

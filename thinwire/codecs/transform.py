@@ -7,10 +7,11 @@ V, Δ and b are a *book* that both ends hold. Without one V is a random Hadamard
 all components get as many bits: a fraction of a bit by giving some of them one more. After a rotation values are nearly
 normal, and Δ is the best equal step for a normal distribution (Max 1960). With a book, which the sender of a pipeline's
 boundary makes from what it has sent (transform_fit.py) and sends along (memory/fitted.py), V is a Karhunen–Loève basis
-and b follows by reverse water-filling: a component of little variance gets no bits.
+and b follows by reverse water-filling: a component of little variance gets no bits. Rows differ too: they are put in
+order by their scales, which both ends know, and each quarter of them has bits of its own, more where scales are large.
 
-The message: int16 scale per row, in 1/16 octaves | one bit stream: of every row the lowest bit of all components that
-have one, then of every row the second bit of those that have two, ….
+The message: int16 scale per row, in 1/16 octaves | one bit stream, class after class: of each of its rows the lowest
+bit of all components that have one, then of each the second bit of those that have two, ….
 """
 
 from __future__ import annotations
@@ -35,43 +36,55 @@ OCTAVE = 16  # scales per power of two
 EMPTY = -(2**15)  # the scale of a row of zeros
 
 
+CLASSES = 4  # of rows, by their scales
+
+
 @dataclass(frozen=True)
 class Book:
     """What both ends of a boundary hold.
 
     basis: float32[d, d], orthonormal but for bfloat16's rounding; None: a Hadamard rotation by the message's seed.
-    steps: float32[d]. bits: int64[d], 0 to 8. planes: per bit the components that have it, as indices.
+    steps: float32[c, d], bits: int64[c, d], 0 to 8: of all rows alike, and then of each class of rows; without a basis
+        there are no classes. planes: of each c per bit the components that have it, as indices.
     """
 
     basis: Tensor | None
     steps: Tensor
     bits: Tensor
-    planes: Sequence[Tensor] = field(repr=False)
+    planes: Sequence[Sequence[Tensor]] = field(repr=False)
 
     @staticmethod
     def of(basis: Tensor, steps: Tensor, bits: Tensor) -> Book:
         """With its planes. Waits for a card."""
-        return Book(basis, steps, bits, [(bits > p).nonzero().view(-1) for p in range(int(bits.max()))])
+        most = bits.amax(1).tolist()
+        return Book(basis, steps, bits, [[(b > p).nonzero().view(-1) for p in range(m)] for b, m in zip(bits, most)])
 
     @staticmethod
     def even(total: int, width: int, device: torch.device) -> Book:
         """Without a basis: so many bits of a row, as equal as can be."""
         least, more = divmod(min(total, MOST_BITS * width), width)
         every = torch.arange(width, device=device)
-        steps = torch.full((width,), STEP[least], device=device)
+        steps = torch.full((1, width), STEP[least], device=device)
         if more:
-            steps[:more] = STEP[least + 1]
-        return Book(None, steps, least + (every < more).long(), [every] * least + ([every[:more]] if more else []))
+            steps[0, :more] = STEP[least + 1]
+        planes = [every] * least + ([every[:more]] if more else [])
+        return Book(None, steps, (least + (every < more).long())[None], [planes])
 
-    @property
-    def row_bits(self) -> int:
-        """Of a row."""
-        return sum(len(plane) for plane in self.planes)
+    def classes(self, rows: int) -> slice:
+        """Which of its rows' classes hold for a message of so many rows: all alike where they cannot be cut evenly."""
+        return slice(1, None) if len(self.steps) > 1 and rows % (len(self.steps) - 1) == 0 else slice(0, 1)
 
     @staticmethod
     def nbytes(width: int) -> int:
         """Of one with a basis, as it is sent."""
-        return 2 * width * width + 5 * width
+        return 2 * width * width + 5 * (CLASSES + 1) * width
+
+    @staticmethod
+    def width(nbytes: int) -> int | None:
+        """Of rows whose book has so many bytes; None: of no book."""
+        part = 5 * (CLASSES + 1)
+        width = round((part * part + 8 * nbytes) ** 0.5 - part) // 4
+        return width if Book.nbytes(width) == nbytes else None
 
     def raw(self) -> Tensor:
         """As it is sent: the basis in bfloat16, steps, bits."""
@@ -81,13 +94,16 @@ class Book:
     @staticmethod
     def read(raw: Tensor, width: int) -> Book | None:
         """From `raw` bytes; None: zeros, there is none yet. ValueError where they are no book. Waits for a card."""
-        cut, end = 2 * width * width, 2 * width * width + 4 * width
+        cut = 2 * width * width
+        end = cut + 4 * (CLASSES + 1) * width
         basis = from_raw(raw[:cut], torch.bfloat16).float().view(width, width)
-        steps, bits = from_raw(raw[cut:end], torch.float32), raw[end:].long()
+        steps, bits = from_raw(raw[cut:end], torch.float32).view(-1, width), raw[end:].long().view(-1, width)
         if not bool(bits.any()):
             return None
         if int(bits.max()) > MOST_BITS or not bool(torch.isfinite(basis).all() & torch.isfinite(steps).all()):
             raise ValueError("the book of a transform has impossible values")
+        if int(bits[1:].sum()) != CLASSES * int(bits[0].sum()):
+            raise ValueError("the book of a transform gives classes of rows too many or too few bits")
         return Book.of(basis, steps, bits)
 
 
@@ -133,31 +149,42 @@ class Transform(Codec):
         book = self._book(width, x.device)
         rows = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1, width)
         if book.basis is None:
-            rows = hadamard.rotate(rows.reshape(-1), _block(width), derive("rotate", seed)).view(-1, width)
+            rows = hadamard.rotate(rows.reshape(-1), block_of(width), derive("rotate", seed)).view(-1, width)
         largest = rows.abs().amax(1, keepdim=True)
         unit = rows / largest.clamp_min(_tiny(rows))
         rms = unit.square().mean(1, keepdim=True).sqrt().clamp_min(_tiny(rows))
         power = torch.log2(largest.clamp_min(_tiny(rows)))
         scale = torch.round(OCTAVE * (torch.log2(rms) + power))
-        codes = _codes(unit * torch.exp2(power - scale / OCTAVE), book)
+        scaled = unit * torch.exp2(power - scale / OCTAVE)
         scale = torch.where(largest > 0, scale, EMPTY).to(torch.int16)
-        stream = [((codes[:, plane] >> p) & 1).view(-1) for p, plane in enumerate(book.planes)]
+        part = book.classes(len(rows))
+        codes = to_codes(scaled[in_order(scale, book)], book)
+        stream = [
+            ((own[:, plane] >> p) & 1).view(-1)
+            for own, planes in zip(codes, book.planes[part])
+            for p, plane in enumerate(planes)
+        ]
         return torch.cat((raw_bytes(scale), bitpack.pack(torch.cat(stream), 1)))
 
     def _decode(self, wire: Tensor, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
         count, width = matrix_shape(shape)
         book, work = self._book(width, wire.device), torch.promote_types(dtype, torch.float32)
         scale = from_raw(wire[: 2 * count], torch.int16).view(-1, 1)
-        stream = bitpack.unpack(wire[2 * count :], book.row_bits * count, 1)
-        codes = torch.zeros(count, width, dtype=torch.uint8, device=wire.device)
-        for p, plane in enumerate(book.planes):
-            piece, stream = stream[: count * len(plane)], stream[count * len(plane) :]
-            codes[:, plane] |= piece.view(count, len(plane)) << p
+        stream = bitpack.unpack(wire[2 * count :], self.row_bits(width) * count, 1)
+        order = in_order(scale, book)
+        codes = torch.zeros(*order.shape, width, dtype=torch.uint8, device=wire.device)
+        for own, planes in zip(codes, book.planes[book.classes(count)]):
+            for p, plane in enumerate(planes):
+                size = len(own) * len(plane)
+                own[:, plane] |= stream[:size].view(len(own), len(plane)) << p
+                stream = stream[size:]
+        y = torch.empty(count, width, dtype=work, device=wire.device)
+        y[order.view(-1)] = from_codes(codes, book, work).view(count, width)
         factor = torch.exp2(scale.to(work) / (2 * OCTAVE))  # twice, so that the ends of the range are reached
-        y = torch.where(scale == EMPTY, 0, _values(codes, book, work) * factor * factor)
+        y = torch.where(scale == EMPTY, 0, y * factor * factor)
         limit = torch.finfo(dtype).max
         if book.basis is None:
-            y = hadamard.rotate(y.reshape(-1), _block(width), derive("rotate", seed), inverse=True)
+            y = hadamard.rotate(y.reshape(-1), block_of(width), derive("rotate", seed), inverse=True)
         return torch.nan_to_num(y, nan=0.0).clamp(-limit, limit)
 
     def _nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -166,23 +193,37 @@ class Transform(Codec):
 
     def _book(self, width: int, device: torch.device) -> Book:
         """The book for rows of that width; equal bits for all where none was made."""
-        if self.book is not None and len(self.book.bits) == width:
+        if self.book is not None and self.book.bits.shape[1] == width:
             return self.book
         return Book.even(self.row_bits(width), width, device)
 
 
-def _codes(unit: Tensor, book: Book) -> Tensor:
-    """uint8[rows, d] of unit rows."""
+def in_order(scale: Tensor, book: Book) -> Tensor:
+    """int64[classes, rows of a class]: the numbers of rows, from the smallest scale to the largest; equal ones as they
+    come. One class: as they come.
+
+    scale: of rows, [rows, 1].
+    """
+    rows = scale.view(-1)
+    classes = len(book.steps[book.classes(len(rows))])
+    order = rows.argsort(stable=True) if classes > 1 else torch.arange(len(rows), device=rows.device)
+    return order.view(classes, -1)
+
+
+def to_codes(unit: Tensor, book: Book) -> Tensor:
+    """uint8[classes, rows, d] of unit rows in order."""
+    part = book.classes(unit.shape[0] * unit.shape[1])
     y = unit if book.basis is None else unit @ book.basis.to(unit.dtype)
-    bits = book.bits.to(y.dtype)
-    z = torch.where(bits > 0, torch.floor(y / book.steps.to(y.dtype).clamp_min(_tiny(y))), 0)
+    bits, steps = book.bits[part, None].to(y.dtype), book.steps[part, None].to(y.dtype)
+    z = torch.where(bits > 0, torch.floor(y / steps.clamp_min(_tiny(y))), 0)
     return (z + torch.exp2(bits - 1).floor()).clamp(torch.zeros_like(bits), torch.exp2(bits) - 1).to(torch.uint8)
 
 
-def _values(codes: Tensor, book: Book, dtype: torch.dtype) -> Tensor:
+def from_codes(codes: Tensor, book: Book, dtype: torch.dtype) -> Tensor:
     """The inverse: rows of the middles of each code's interval."""
-    half = torch.exp2(book.bits.to(dtype) - 1).floor()
-    y = torch.where(book.bits > 0, (codes.to(dtype) + 0.5 - half) * book.steps.to(dtype), 0)
+    part = book.classes(codes.shape[0] * codes.shape[1])
+    bits, steps = book.bits[part, None].to(dtype), book.steps[part, None].to(dtype)
+    y = torch.where(bits > 0, (codes.to(dtype) + 0.5 - torch.exp2(bits - 1).floor()) * steps, 0)
     return y if book.basis is None else y @ book.basis.to(dtype).T
 
 
@@ -190,7 +231,7 @@ def _tiny(x: Tensor) -> float:
     return torch.finfo(x.dtype).tiny
 
 
-def _block(width: int) -> int:
+def block_of(width: int) -> int:
     """Of the rotation: the largest power of two in a row's width, so that no block reaches over a row's end; at most
     1,024, and 128 where it would be small."""
     part = math.gcd(width, 1024)

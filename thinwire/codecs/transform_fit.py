@@ -4,7 +4,8 @@
     the k-th bit of component i saves λ_i·(E(k−1) − E(k))           E(b): the error of a normal variable with b bits
 
 All bits of a row go where they save most, one after the other (greedily, which is optimal, since each further bit of a
-component saves less).
+component saves less). The bits of four rows, one of each class by scale, are given out together: there a bit saves
+ρ_c·λ_i·(E(k−1) − E(k)), ρ_c: the mean square of the class's rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.lowrank import matrix_shape
-from thinwire.codecs.transform import STEP, Book, Transform
+from thinwire.codecs.transform import CLASSES, STEP, Book, Transform
 
 LOOKED_AT = 2048  # rows of a message, at most
 LEAST = 1e-12  # a variance, beside those of unit rows
@@ -25,9 +26,11 @@ ERROR = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000304, 0.
 
 @dataclass
 class Moments:
-    """Sums over messages. products: float32[d, d], of mean uuᵀ. count: float32[], of messages."""
+    """Sums over messages. products: float32[d, d], of mean uuᵀ. energies: float32[classes], of the mean squares of a
+    class of rows over that of all rows. count: float32[], of messages."""
 
     products: Tensor
+    energies: Tensor
     count: Tensor
 
     @staticmethod
@@ -37,22 +40,32 @@ class Moments:
         rows = rows[:: max(1, -(-len(rows) // LOOKED_AT))].float()
         rms = rows.square().mean(1, keepdim=True).sqrt()
         unit = torch.where(rms > 0, rows / rms, 0)
-        return Moments(unit.T @ unit / max(len(unit), 1), torch.ones((), device=x.device))
+        products = unit.T @ unit / max(len(unit), 1)
+        return Moments(products, energies_of(rms.square()), torch.ones((), device=x.device))
 
     def plus(self, other: Moments | None) -> Moments:
         """With another's, if it is of the same width."""
         if other is None or other.products.shape != self.products.shape:
             return self
-        return Moments(self.products + other.products, self.count + other.count)
+        return Moments(self.products + other.products, self.energies + other.energies, self.count + other.count)
 
     def tensors(self) -> dict[str, Tensor]:
         """For checkpoints."""
-        return {"products": self.products, "count": self.count}
+        return {"products": self.products, "energies": self.energies, "count": self.count}
 
     @staticmethod
     def read(state: Mapping[str, Tensor]) -> Moments:
         """From `tensors()`."""
-        return Moments(state["products"].clone(), state["count"].clone())
+        return Moments(*(state[name].clone() for name in ("products", "energies", "count")))
+
+
+def energies_of(squares: Tensor) -> Tensor:
+    """float32[classes], of rows' mean squares: the mean of each class over that of all; ones where rows are too few."""
+    each = len(squares) // CLASSES
+    if each == 0:
+        return torch.ones(CLASSES, device=squares.device)
+    ordered = squares.view(-1).sort().values[: CLASSES * each].view(CLASSES, each)
+    return ordered.mean(1) / ordered.mean().clamp_min(LEAST**3)
 
 
 def fit(codec: Transform, moments: Moments) -> Book:
@@ -60,9 +73,17 @@ def fit(codec: Transform, moments: Moments) -> Book:
     covariance = moments.products / moments.count
     basis = torch.linalg.eigh(covariance)[1].flip(1).to(torch.bfloat16).float()  # as the other end has it
     variances = (basis * (covariance @ basis)).sum(0).clamp_min(LEAST)
-    error = torch.tensor(ERROR, device=basis.device)
-    saved = variances[:, None] * (error[:-1] - error[1:])
-    taken = torch.zeros(saved.numel(), dtype=torch.int64, device=basis.device)
-    taken[saved.reshape(-1).topk(min(codec.row_bits(len(basis)), saved.numel())).indices] = 1
-    bits = taken.view(saved.shape).sum(-1)
+    energies, total = (moments.energies / moments.count).clamp_min(LEAST), codec.row_bits(len(basis))
+    alike = given_out(variances[None], total)
+    classes = given_out(energies[:, None] * variances, CLASSES * total)
+    bits = torch.cat((alike, classes))
     return Book.of(basis, torch.tensor(STEP, device=basis.device)[bits] * variances.sqrt(), bits)
+
+
+def given_out(variances: Tensor, total: int) -> Tensor:
+    """int64, of variances' shape: of so many bits in all each goes where it saves most."""
+    error = torch.tensor(ERROR, device=variances.device)
+    saved = variances[..., None] * (error[:-1] - error[1:])
+    taken = torch.zeros(saved.numel(), dtype=torch.int64, device=variances.device)
+    taken[saved.reshape(-1).topk(min(total, saved.numel())).indices] = 1
+    return taken.view(saved.shape).sum(-1)

@@ -113,8 +113,7 @@ class FittedChannel(Channel):
 
     def _due(self, steps: int) -> bool:
         """Is a book made after so many steps?"""
-        every = self.plain.every if isinstance(self.plain, Transform) else 0
-        return every > 0 and steps > 0 and (steps % every == 0 or (steps < YOUNG * every and steps in EARLY))
+        return due(steps, self.plain.every if isinstance(self.plain, Transform) else 0)
 
     def _looks(self) -> bool:
         """Are this step's messages among those that the next book is made of?"""
@@ -136,8 +135,8 @@ class FittedChannel(Channel):
     def _take(self, raw: Tensor) -> None:
         """Use a book from now on."""
         assert isinstance(self.plain, Transform)
-        width = round((25 + 8 * raw.numel()) ** 0.5 - 5) // 4  # of 2d² + 5d bytes
-        if Book.nbytes(width) != raw.numel():
+        width = Book.width(raw.numel())
+        if width is None:
             raise UsageError(f"{self.name}: a book of {raw.numel()} bytes is not one of a transform")
         self._book = raw
         self.codec = self.plain.with_book(Book.read(raw, width))
@@ -187,6 +186,11 @@ class FittedChannel(Channel):
             self.seen = Moments.read({name.removeprefix("seen/"): value for name, value in own.items()})
         if self.means is not None:
             self.means.read({n.removeprefix("means/"): v for n, v in own.items() if n.startswith("means/")})
+
+
+def due(steps: int, every: int) -> bool:
+    """Is a book made after so many steps? every: of Transform."""
+    return every > 0 and steps > 0 and (steps % every == 0 or (steps < YOUNG * every and steps in EARLY))
 
 
 def more_of(channel: Channel, microbatch: int, **more: Tensor | None) -> dict[str, Any]:

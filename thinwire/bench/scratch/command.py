@@ -24,6 +24,10 @@ Run = dict[str, Any]
 
 def run(args: argparse.Namespace) -> int:
     """Carry out `thinwire bench scratch` as `args` says; the exit status."""
+    if args.formulas:
+        from thinwire.bench.scratch.lengths import run as run_formulas
+
+        return run_formulas(args)
     began = time.monotonic()
     setup, rows = read_setup(args), chosen(args)
     seeds = range(args.seeds or (1 if args.quick else 3))

@@ -11,11 +11,16 @@ from matplotlib.figure import Figure
 from thinwire.bench.scratch.rows import DENSE, ROWS
 from thinwire.bench.scratch.seconds import PUBLISHED_RATIO, Yardstick, seconds_per_step
 from thinwire.errors import UsageError
+from thinwire.quantities import half_interval
 
-COLOURS = {"dense": "#000000", "direct": "#999999", "rotated": "#0072B2", "fixed": "#CC79A7", "learned": "#D55E00"}
+COLOURS = {
+    "dense": "#000000", "fp32": "#000000", "direct": "#999999", "rotated": "#0072B2", "fixed": "#CC79A7",
+    "learned": "#D55E00", "tokens": "#D55E00", "basis": "#E69F00", "ideal": "#56B4E9", "bf16": "#009E73",
+}  # fmt: skip
 
 NEAR = (3.0, 0.4)  # how far apart two points are whose names do not meet: times in bytes, in % of loss
 TICKS = (256, 512, 1024, 2048, 4096)  # bytes per token
+MANY_TICKS = (128, *TICKS, 8192)
 
 
 def draw(document: dict[str, Any], path: str | Path) -> None:
@@ -42,7 +47,49 @@ def draw(document: dict[str, Any], path: str | Path) -> None:
     right.set_xticks(TICKS, [str(tick) for tick in TICKS])
     right.minorticks_off()
     right.set_title("loss after dense's steps")
-    for axes in (left, right):
+    _save(figure, path)
+
+
+def draw_lengths(document: dict[str, Any], path: str | Path) -> None:
+    """Draw `document`, what the command writes with --formulas, to `path`: T beside dense's, and the last loss of runs
+    as long as dense's against bytes per token, with 95 % intervals."""
+    figure = Figure(figsize=(13.0, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    rows = document["rows"]
+    for at, row in enumerate(rows):
+        reached = row["time_ratio"] is not None
+        long = row["time_ratio"] if reached else row["least_time"]
+        left.barh(at, long, color=_colour(row["row"]), alpha=1.0 if reached else 0.25)
+        left.text(long + 0.01, at, f"{long:.2f}" if reached else f"> {long:.2f}, not reached", va="center")
+    left.axvline(PUBLISHED_RATIO, color="#CC79A7", linestyle=":", label="published: fixed subspace")
+    left.axvline(0.2, color="#009E73", linestyle="--", label="goal")
+    left.set_yticks(range(len(rows)), [row["row"] for row in rows])
+    left.invert_yaxis()
+    left.set(xlabel="T / T of dense (steps × seconds of the yardstick's step)", title="time to dense's loss")
+    left.legend(loc="lower right")
+    for row in rows:
+        percent = row["percent"].get("1.0")
+        if percent:
+            about = half_interval(percent)
+            right.errorbar(
+                row["bytes_per_token"], statistics.fmean(percent), about, fmt="o", color=_colour(row["row"]), capsize=3
+            )
+            right.annotate(
+                row["row"], (row["bytes_per_token"], statistics.fmean(percent)), fontsize=7, xytext=(5, 3),
+                textcoords="offset points",
+            )  # fmt: skip
+    right.axhline(2, color="#009E73", linestyle="--", label="2 %")
+    right.axvline(4096 / 16, color="#009E73", linestyle=":", label="16 times below bf16")
+    right.legend()
+    right.set(xscale="log", xlabel="bytes per token, both ways, width 1024", ylabel="held-out loss over dense's, %")
+    right.set_xticks(MANY_TICKS, [str(tick) for tick in MANY_TICKS])
+    right.minorticks_off()
+    right.set_title("loss after dense's steps")
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    for axes in figure.axes:
         axes.grid(alpha=0.3)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -38,6 +38,7 @@ class Scratch:
     every: steps between evaluations. held_out: samples evaluated on. rate: AdamW's, after `warmup` steps.
     vocabulary: of tokens; 256: bytes. text: a folder of .py and .txt files; "": Python's library.
     cache: a file that keeps their tokens. device: on a card products are in bf16.
+    decay: share of a run's steps, its last ones, over which the rate falls to 0.
     """
 
     stages: int = 8
@@ -56,6 +57,12 @@ class Scratch:
     text: str = ""
     cache: str = ""
     device: str = "cpu"
+    decay: float = 0.0
+
+    def rate_at(self, step: int, steps: int) -> float:
+        """Of a step, from 0, in a run of so many."""
+        falls = self.decay * steps
+        return self.rate * min(1.0, (step + 1) / self.warmup, (steps - step) / falls if falls else 1.0)
 
     @property
     def tokens(self) -> int:
@@ -65,9 +72,9 @@ class Scratch:
 
 FEW = {"stages": 4, "width": 64, "length": 64, "rows": 4, "steps": 40, "every": 10, "held_out": 16, "warmup": 5}
 WHOLE = ("stages", "width", "length", "rows", "steps", "opened", "every", "held_out", "warmup", "vocabulary")
-NUMBERS = (*WHOLE, "most", "rate", "ramp")
+NUMBERS = (*WHOLE, "most", "rate", "ramp", "decay")
 TEXTS = ("text", "cache", "device")
-LEAST = {"stages": 2, "width": 16, "opened": 0, "vocabulary": 256, "rate": 1e-9, "ramp": 0}
+LEAST = {"stages": 2, "width": 16, "opened": 0, "vocabulary": 256, "rate": 1e-9, "ramp": 0, "decay": 0}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +90,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=None, help="learning rate (0.001)")
     parser.add_argument(
         "--ramp", type=float, default=None, help="share of --opened in which boundaries open slowly (0)"
+    )
+    parser.add_argument("--decay", type=float, default=None, help="share of the steps in which the rate falls to 0 (0)")
+    parser.add_argument("--formulas", action="store_true", help="codes without messages; on a card a step is one graph")
+    parser.add_argument("--eager", action="store_true", help="with --formulas on a card: no graph, launch by launch")
+    parser.add_argument(
+        "--lengths", default="1", metavar="TIMES", help="with --formulas: dense's steps times these, a run each (1)"
     )
     parser.add_argument("--text", metavar="FOLDER", help="of .py and .txt files to train on (Python's library)")
     parser.add_argument("--cache", metavar="FILE", help="keeps the tokens of the text, for other runs of it")
@@ -107,6 +120,20 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--resume: {args.json} is of other options: {read_json(args.json)['setup']}")
     if args.figure:
         check_figures("--figure")
+    lengths(args)
+
+
+def lengths(args: argparse.Namespace) -> list[float]:
+    """Of --lengths."""
+    try:
+        found = [float(part) for part in args.lengths.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise UsageError(f"--lengths {args.lengths!r}: numbers above 0, with commas between them")
+    if max(found) > read_setup(args).most:
+        raise UsageError(f"--lengths {args.lengths}: more than --most {read_setup(args).most}")
+    return found
 
 
 def read_setup(args: argparse.Namespace) -> Scratch:
@@ -122,9 +149,12 @@ def read_setup(args: argparse.Namespace) -> Scratch:
 
 
 def chosen(args: argparse.Namespace) -> list[Row]:
-    """The rows to run, dense first."""
+    """The rows to run, dense first. A word that is a row's whole name means that row alone."""
     words = [word.strip() for word in args.only.split(",") if word.strip()]
-    names = [name for name in (QUICK if args.quick else ROWS) if not words or any(word in name for word in words)]
+    able = [name for name, row in ROWS.items() if (row.formulas if args.formulas else row.messages)]
+    few = [name for name in able if not args.quick or name in QUICK]
+    names = [word for word in words if word in able]
+    names += [name for name in few if not words or any(word in name for word in words if word not in able)]
     if words and not names:
         raise UsageError(f"--only {args.only!r}: no row has these words; rows are {', '.join(ROWS)}")
     return [ROWS[name] for name in dict.fromkeys((DENSE, *names))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ class Row:
     share: of the width that crosses in a subspace; 1: everything, without one.
     rate: of the subspace, relative to the model's; 0: it stays as it begins. anchors: of tokens, beside it.
     tokens: rate of the token means that messages forward are coded against; 0: there are none.
+    phases: (share of the steps, bits forward, bits back): what holds from there on; bits of Transforms.
     """
 
     name: str
@@ -28,6 +29,17 @@ class Row:
     anchors: int = 0
     back: Mapping[str, Any] = field(default_factory=dict)
     tokens: float = 0.0
+    phases: Sequence[tuple[float, float, float]] = ()
+
+    @property
+    def messages(self) -> bool:
+        """Can it be had with messages? Bits that change within a run, and the bound of all codes, cannot."""
+        return not self.phases and "ideal" not in self.codec and "ideal" not in self.back
+
+    @property
+    def formulas(self) -> bool:
+        """Can it be had without messages? Subspaces cannot."""
+        return self.share == 1
 
     def rank(self, width: int) -> int:
         """How many values of a hidden state of `width` cross."""
@@ -47,7 +59,10 @@ def _transform(bits: float, every: int = 0) -> Mapping[str, Any]:
 
 
 BITS = (8, 6, 4, 3)
-FITTED = ((4, 4), (3, 3), (2, 3), (2, 2), (1.5, 1.5), (1, 1))  # bits forward, in a learnt basis, and back
+FITTED = (  # bits forward, in a learnt basis, and back
+    (8, 8), (6, 6), (4, 4), (3, 3), (2.5, 2.5), (3, 2), (2, 3), (2, 2), (2.5, 1.5), (3, 1), (2, 1.5),
+    (1.5, 1.5), (1, 1), (0.5, 0.5),
+)  # fmt: skip
 ROWS = {
     row.name: row
     for row in (
@@ -69,6 +84,10 @@ ROWS = {
         Row("learned d/2 at 3 bits mse", _rotated(3, "mse"), 0.5, 0.1),
         *(Row(f"rotated normal {bits} bits", _transform(bits)) for bits in (4, 3, 2)),
         Row("basis 2 back 2", _transform(2, 100), back=_transform(2)),
+        Row("fp32", {"codec": "identity"}),
+        Row("bf16 back 2", BF16, back=_transform(2)),
+        Row("tokens + basis 2 back bf16", _transform(2, 100), back=BF16, tokens=0.1),
+        *(Row(f"ideal {bits} bits", {"ideal": bits}) for bits in (4, 3, 2, 1)),
         *(Row(f"tokens + basis {f} back {b}", _transform(f, 100), back=_transform(b), tokens=0.1) for f, b in FITTED),
     )
 }

@@ -7,7 +7,10 @@ latency, and 0.0233 s per byte per token, 1.11 times what 200 Mb/s take for both
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,10 +37,23 @@ class Yardstick:
     vocabulary: int = 50_304
 
 
-def message_bytes(row: Row, size: Yardstick) -> int:
-    """Of one micro-batch, both ways."""
+def message_bytes(row: Row, size: Yardstick) -> float:
+    """Of one micro-batch, both ways; the mean over a run whose bits change."""
     shape = size.tokens // size.microbatches, row.rank(size.width)
-    return sum(framing.BYTES + make(**way).nbytes(shape, torch.float32) for way in (row.codec, row.back or row.codec))
+    ways = row.codec, row.back or row.codec
+    begins = [(0.0, *(way.get("bits") for way in ways)), *row.phases]
+    ends = [*(phase[0] for phase in row.phases), 1.0]
+    total = 0.0
+    for (share, *bits), end in zip(begins, ends):
+        total += (end - (share or 0.0)) * sum(_bytes(way, number, shape) for way, number in zip(ways, bits))
+    return total
+
+
+def _bytes(way: Mapping[str, Any], bits: float | None, shape: tuple[int, int]) -> float:
+    """Of one message; bits: instead of the codec's own, where it has any."""
+    if "ideal" in way:
+        return framing.BYTES + math.prod(shape) * (bits or way["ideal"]) / 8
+    return framing.BYTES + make(**{**way, **({} if bits is None else {"bits": bits})}).nbytes(shape, torch.float32)
 
 
 def boundary_bytes(row: Row, size: Yardstick) -> int:

@@ -1,0 +1,111 @@
+"""`thinwire bench scratch --formulas`: codes without messages err as the codecs do; steps are found between lengths."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from thinwire.bench.scratch.codes import TransformCode, code_of
+from thinwire.bench.scratch.lengths import summed
+from thinwire.bench.scratch.rows import DENSE, ROWS
+from thinwire.bench.scratch.seconds import Yardstick, bytes_per_token
+from thinwire.cli import main
+from thinwire.codecs import Transform, make
+from thinwire.codecs.transform_fit import Moments, fit
+from thinwire.config.wire import Link
+from thinwire.pipeline.lane import Lane, Message
+
+WIDTH, TOKENS = 64, 9
+CPU = torch.device("cpu")
+
+
+def values(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states of unlike directions and sizes, with something that tokens have in common, and their tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(TOKENS, (8, 32), generator=generator)
+    x = torch.randn(8, 32, WIDTH, generator=generator) * torch.logspace(0, -1.5, WIDTH)
+    x *= torch.exp(torch.randn(8, 32, 1, generator=generator) / 2)
+    return x + torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(99))[ids], ids
+
+
+def error(y: torch.Tensor, x: torch.Tensor) -> float:
+    return float((y - x).square().sum() / x.square().sum())
+
+
+@pytest.mark.parametrize(
+    "name", [DENSE, "direct 4 bits", "rotated 4 bits", "rotated 3 bits mse", "rotated normal 2 bits"]
+)
+def test_formulas_err_as_the_codecs_do(name):
+    x, ids = values(0)
+    codec = make(**ROWS[name].codec)
+    coded = codec.decode(codec.encode(x, 5), x.shape, x.dtype, 5)
+    ours = code_of(ROWS[name].codec, WIDTH, TOKENS, 0.0, CPU)(x, ids)
+    assert error(ours, x) == pytest.approx(error(coded, x), rel=0.05)  # of other random signs
+    assert "rotated" in name or torch.equal(ours, coded)
+
+
+def test_a_book_gives_the_codec_s_own_values():
+    """To a rounding: nothing is random in a learnt basis."""
+    x, ids = values(0)
+    codec, ours = Transform(2, every=100), TransformCode(Transform(2, every=100), WIDTH, TOKENS, 0.0, CPU)
+    book = fit(codec, Moments.of(x))
+    ours.made = True
+    ours._take(book)
+    codec = codec.with_book(book)
+    assert torch.allclose(ours(x, ids), codec.decode(codec.encode(x), x.shape, x.dtype), atol=1e-4)
+
+
+def test_means_and_books_come_when_a_channel_has_them():
+    """Errors of a fitted code over steps are those of a lane: both learn the same from the same."""
+    link = Link(Transform(2, every=6), tokens=0.1)
+    ends = [Lane(link, "forward 0→1", end, 0) for end in ("send", "recv")]
+    ours = TransformCode(Transform(2, every=6), WIDTH, TOKENS, 0.1, CPU)
+    for step in range(12):
+        x, ids = values(step)
+        message = Message(0, None, True, tokens=ids)
+        for lane in ends:
+            lane.begin(step)
+        y = ends[1].recv(message, 0, ends[0].send(message, 0, x), x.shape, x.dtype)
+        for lane in ends:
+            lane.resolve_checks()
+            lane.end_step(keep=True)
+        ours.before(step)
+        assert error(ours(x, ids), x) == pytest.approx(error(y, x), rel=0.1), step
+    assert ours.made and ends[1].coded[0].codec.book is not None
+
+
+def test_bits_that_change_are_priced_by_their_shares():
+    late = replace(ROWS["tokens + basis 2 back 2"], phases=((0.75, 4, 4),))
+    least, most = (bytes_per_token(ROWS[f"tokens + basis {b} back {b}"], Yardstick()) for b in (2, 4))
+    assert bytes_per_token(late, Yardstick()) == pytest.approx(0.75 * least + 0.25 * most)
+
+
+def test_steps_are_found_between_runs_of_several_lengths():
+    def one(row: str, length: float, loss: float, seed: int = 0) -> dict:
+        return {"row": row, "seed": seed, "length": length, "losses": [[1, loss]], "done": 10, "steps": 10}
+
+    runs = [one(DENSE, 1, 2.0), one("rotated 4 bits", 1, 2.2), one("rotated 4 bits", 1.5, 1.95)]
+    runs += [one("direct 4 bits", 1.0, 2.1), {**one("direct 4 bits", 1.5, 1.0), "done": 5}]  # one was cut short
+    found = {row["row"]: row for row in summed(runs)}
+    assert found["rotated 4 bits"]["steps_ratio"] == pytest.approx(1.4)
+    assert found["rotated 4 bits"]["percent"]["1"] == [pytest.approx(10)]
+    assert found["direct 4 bits"]["time_ratio"] is None and found[DENSE]["time_ratio"] == 1
+
+
+def test_the_command_runs_resumes_and_draws(tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    words = ["bench", "scratch", "--quick", "--formulas", "--stages", "2", "--steps", "4", "--every", "2",
+             "--decay", "0.4", "--only", "tokens + basis 2 back 2", "--lengths", "1,1.5", "--json",
+             str(out)]  # fmt: skip
+    assert main([*words, "--figure", str(tmp_path / "f.png")]) == 0
+    document = json.loads(out.read_text())
+    assert [(one["row"], one["steps"]) for one in document["runs"]].count((DENSE, 4)) == 1 and len(
+        document["runs"]
+    ) == 3
+    assert (tmp_path / "f.png").stat().st_size > 10_000 and "T / T dense" in capsys.readouterr().out
+    assert main([*words, "--resume"]) == 0
+    assert json.loads(out.read_text())["runs"] == document["runs"]
+    assert main([*words, "--lengths", "wings"]) == 2

@@ -1,0 +1,153 @@
+"""`thinwire bench scratch --formulas`: runs of several lengths each, whose rate falls to 0 at their own end.
+
+A run whose rate falls must know its end before. So steps to dense's loss are found between runs of the same row and
+seed: their last losses against their lengths, in proportion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from multiprocessing import get_context
+from typing import Any
+
+from thinwire.bench.scratch.options import Scratch, chosen, lengths, read_setup
+from thinwire.bench.scratch.rows import DENSE, ROWS, Row
+from thinwire.bench.scratch.seconds import PUBLISHED_RATIO, Yardstick, bytes_per_token, seconds_per_step
+from thinwire.quantities import half_interval
+from thinwire.terminal import progress, read_json, table, write_json
+
+Job = tuple[Row, Scratch, int, float]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `thinwire bench scratch --formulas` as `args` says; the exit status."""
+    end = time.monotonic() + args.budget
+    setup = read_setup(args)
+    seeds = range(args.seeds or (1 if args.quick else 3))
+    document: dict[str, Any] = read_json(args.json) if args.resume else {"setup": asdict(setup), "runs": []}
+    done = {(one["row"], one["seed"], one["length"]) for one in document["runs"]}
+    jobs = [
+        (row, setup, seed, length)
+        for row in chosen(args)
+        for length in ([1.0] if row.name == DENSE else lengths(args))
+        for seed in seeds
+        if (row.name, seed, length) not in done
+    ]
+    failed: list[str] = []
+    with progress("scratch", sum(round(setup.steps * job[3]) for job in jobs)) as advance:
+        context = get_context("spawn")  # a fork could not use a card
+        with ProcessPoolExecutor(min(args.parallel, max(len(jobs), 1)), mp_context=context) as pool:
+            for future in as_completed([pool.submit(train_one, job, end, args.eager) for job in jobs]):
+                found = future.result()
+                if found is None or "error" in found:
+                    failed += [] if found is None else [found["error"]]
+                    continue
+                advance(f"{found['row']}, seed {found['seed']}: {found['losses'][-1][1]:.4f}", found["done"])
+                document["runs"].append(found)
+                document["rows"] = summed(document["runs"])
+                write_json(args.json, document)
+    document["rows"] = summed(document["runs"])
+    show(document, setup)
+    if args.figure:
+        from thinwire.bench.scratch.figure import draw_lengths
+
+        draw_lengths(document, args.figure)
+    for error in failed:
+        print(error, file=sys.stderr)
+    return 1 if failed else 0
+
+
+def train_one(job: Job, end: float, eager: bool) -> dict[str, Any] | None:
+    """A run in a process of its own; None where time is up, `error` where it failed: the others go on.
+
+    end: on the monotonic clock, which processes share. eager: without a graph.
+    """
+    if time.monotonic() > end:
+        return None
+    from thinwire.bench.scratch.graph import Run
+
+    row, setup, seed, length = job
+    try:
+        found = Run(row, setup, seed, length, eager).train(lambda note, steps: None, end)
+    except Exception:
+        return {"error": f"{row.name}, seed {seed}: {traceback.format_exc()}"}
+    finally:
+        gc.collect()  # graphs keep their memory until then
+    return {"row": row.name, "seed": seed, "length": length, **found}
+
+
+def summed(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per row and length: the last loss over dense's in %, by seed; per row steps and T beside dense's (None: not
+    reached). Runs that were cut short, and seeds without dense, are left out."""
+    whole = [one for one in runs if one["done"] == one["steps"]]
+    dense = {one["seed"]: one["losses"][-1][1] for one in whole if one["row"] == DENSE}
+    size = Yardstick()
+    out = []
+    for row in ROWS.values():
+        mine = [one for one in whole if one["row"] == row.name and one["seed"] in dense]
+        if not mine:
+            continue
+        last = {(one["length"], one["seed"]): one["losses"][-1][1] for one in mine}
+        tried = sorted({length for length, _ in last})
+        percent = {
+            str(length): [100 * (loss / dense[seed] - 1) for (at, seed), loss in last.items() if at == length]
+            for length in tried
+        }
+        curves = [[(at, loss) for (at, of), loss in sorted(last.items()) if of == seed] for seed in dense]
+        steps = [_reached(curve, dense[seed]) for seed, curve in zip(dense, curves) if curve]
+        found = [one for one in steps if one is not None]
+        ratio = statistics.fmean(found) if found and len(found) == len(steps) else None
+        seconds = seconds_per_step(row, size)
+        share = seconds / seconds_per_step(ROWS[DENSE], size)
+        out.append({
+            "row": row.name, "bytes_per_token": bytes_per_token(row, size), "seconds": seconds, "percent": percent,
+            "steps": steps, "steps_ratio": ratio, "time_ratio": None if ratio is None else ratio * share,
+            "least_time": tried[-1] * share,
+        })  # fmt: skip
+    return out
+
+
+def _reached(curve: Sequence[tuple[float, float]], target: float) -> float | None:
+    """The length at which a row's last loss is the target; None: beyond its longest run."""
+    if curve[0][1] <= target:
+        return curve[0][0]
+    for (a, above), (b, below) in itertools.pairwise(curve):
+        if below <= target:
+            return a + (b - a) * (above - target) / (above - below)
+    return None
+
+
+def shown(percent: Sequence[float]) -> str:
+    """A mean, with its 95 % interval where there are seeds enough."""
+    about = half_interval(percent)
+    return f"{statistics.fmean(percent):+.2f}" + ("" if about is None else f" ± {about:.2f}")
+
+
+def show(document: dict[str, Any], setup: Scratch) -> None:
+    """Print the table."""
+    lines = []
+    for row in document["rows"]:
+        losses = ", ".join(f"×{length}: {shown(percent)}" for length, percent in row["percent"].items())
+        seeds = max(len(percent) for percent in row["percent"].values())
+        missed = row["steps_ratio"] is None
+        lines.append((
+            row["row"], seeds, round(row["bytes_per_token"]), f"{row['seconds']:.1f}", losses,
+            "not reached" if missed else f"{row['steps_ratio']:.2f}",
+            f"> {row['least_time']:.3f}" if missed else f"{row['time_ratio']:.3f}",
+        ))  # fmt: skip
+    columns = ("row", "seeds", "B per token", "s per step", "last loss over dense's, %", "steps / dense", "T / T dense")
+    model = f"{setup.stages} stages of one layer, width {setup.width}, {setup.steps} steps of {setup.tokens} tokens"
+    caption = (
+        "bytes and seconds of the yardstick's step (width 1024, 524,288 tokens, 200 Mb/s, 50 ms); ×: times dense's "
+        f"steps; published: a fixed subspace, T / T dense = {PUBLISHED_RATIO:.2f}"
+    )
+    table(f"From scratch, without messages: {model}", columns, lines, caption)

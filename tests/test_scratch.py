@@ -63,7 +63,7 @@ def test_thinwire_train_says_which_preset_one_epoch_takes(wire, steps, pp, says)
 
 def test_the_preset_keeps_nothing_of_samples():
     wire = Wire.of("scratch")
-    assert wire.forward == wire.backward == Link(c.Rotated(c.Quantize(4)))
+    assert wire.forward == wire.backward == Link(c.Rotated(c.Quantize(4, scale="mse")))
     assert not wire.forward.remembers_samples and Wire.of("max").forward.remembers_samples
     assert (wire.gradient, wire.embedding) == (Wire.of("max").gradient, Wire.of("max").embedding)
 

@@ -15,7 +15,7 @@ from typing import Any
 from thinwire.errors import UsageError
 
 FOUR_BITS = {"codec": "quantize", "bits": 4, "scale": "full"}  # as AQ-SGD's code rounds
-ROTATED_FOUR_BITS = {"codec": "rotated", "inner": {"codec": "quantize", "bits": 4}}
+ROTATED_FOUR_BITS = {"codec": "rotated", "inner": {"codec": "quantize", "bits": 4, "scale": "mse"}}
 OK_TOPK = {
     "collective": "ok_topk", "density": 0.01, "tau": 64, "tau_prime": 128, "thresholds": "nudged",
     "memory": "error_feedback",
@@ -96,7 +96,8 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "embedding": {"collective": "quantized", "bits": 4, "memory": "error_feedback", "sync": "fused"},
     },
     # for samples that come once (pre-training, one epoch): no memory of samples. A random rotation spreads the large
-    # values of a block, so that four bits each way do without it (docs/from-scratch.md); between replicas as `max`
+    # values of a block, and scales are those of least error, so that four bits each way do without it
+    # (docs/from-scratch.md); between replicas as `max`
     "scratch": {
         "forward": ROTATED_FOUR_BITS,
         "backward": ROTATED_FOUR_BITS,

@@ -53,6 +53,20 @@ def sparse(
     return {"wire": {"gradient": wire}, "delay": delay, "keep": keep, **outer}
 
 
+def low(
+    rank: int = 4, bits: int = 4, decay: float = 0.95, delay: int = 0, lr: float = 1.0, momentum: float = 0.5,
+    keep: float = 1.0,
+) -> Row:  # fmt: skip
+    """A table of ours: one factor of low rank per round, coded, in two hops, with error feedback."""
+    factors = {"collective": "two_hop", "codec": {"codec": "quantize", "bits": bits, "scale": "mse"}}
+    wire = {
+        "collective": "alternating_low_rank", "rank": rank, "factors": factors, "exact_dims": 0,
+        "memory": {"memory": "error_feedback", "decay": decay},
+    }  # fmt: skip
+    outer = {"outer_lr": lr, "momentum": momentum, "nesterov": momentum > 0}
+    return {"wire": {"gradient": wire}, "delay": delay, "keep": keep, **outer}
+
+
 def dense(bits: int) -> Row:
     """All values in so many bits, in two hops, with error feedback and DiLoCo's outer optimiser."""
     codec = {"codec": "quantize", "bits": bits, "scale": "mse"}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 EXACT = ("fp32 per step", "large batch")  # one copy of the model will do
 PER_STEP: dict[str, str] = {"fp32 per step": "off", "4 bits per step": "max", "large batch": "off"}
 EVALUATIONS = 20
+AVERAGED = 200  # times that shared weights enter a moving average, of the last fortieth of the run
 HELD = 512  # sequences, at the end; on the way a quarter of them
 
 
@@ -71,6 +72,7 @@ class _Trainee:
         self.sum: Tensor | None = torch.zeros_like(gradients) if job.together > 1 else None
         self.local: LocalSites | None = None
         self.curve: list[tuple[int, float]] = []
+        self.average: Tensor | None = None  # of what was shared, over the last looks
         if job.method in PER_STEP:
             self.per_step = PerStep(per_step_wire(PER_STEP[job.method]), job.size, job.sites)
         else:
@@ -93,10 +95,14 @@ class _Trainee:
             self.per_step.average(self.gradients)
         clip(self.gradients)
 
-    def after(self) -> None:
+    @torch.no_grad()
+    def after(self, step: int) -> None:
         """The optimiser has made its step."""
         if self.local is not None:
             self.local.step()
+        if step % max(1, self.job.steps // AVERAGED) == 0:
+            now = self.shared()
+            self.average = now.clone() if self.average is None else self.average.lerp_(now, 0.2)
 
     def shared(self) -> Tensor:
         """float32[n]: the weights that all sites share."""
@@ -155,7 +161,7 @@ class Fleet:
                 run.before(step, self.inner, group)
             self.inner.step()
             for run in self.runs:
-                run.after()
+                run.after(step)
             if (step + 1) % every == 0:
                 self._look(step + 1)
 
@@ -174,6 +180,8 @@ class Fleet:
                 run.local.finish()
             held, sent = self.evaluate(run.shared(), HELD), run.bytes
             found["held_anchor"] = held
+            assert run.average is not None
+            found["held_average"] = self.evaluate(run.average, HELD)
             if job.flush:
                 last = run.local.last_bytes if run.local is not None else 0
                 held, sent = found["held_flush"], sent - last + found["flush_bytes"]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.lowrank import starting_factor
+from thinwire.codecs.lowrank import gaussian
 from thinwire.collectives.base import Collective, State
 from thinwire.collectives.dense import Dense, Gather, TwoHop
 from thinwire.collectives.groups import Group
@@ -112,9 +113,17 @@ class Turn:
 
     def _basis(self, batch: list[int], matrices: Tensor, state: State) -> Tensor:
         """[batch, columns, rank], not yet orthonormal."""
-        rank, seed = self.ranks[batch[0]], derive("alternating", self.number)
+        shape = (matrices.shape[-1], self.ranks[batch[0]])
+        fresh = _gaussian(*shape, matrices.device).to(matrices.dtype)
         kept = [state.get(f"q{i}") for i in batch]
-        like = matrices[0, 0]
-        if any(q is None or q.shape != (like.shape[1], rank) for q in kept):
-            return torch.stack([starting_factor(like, rank, seed, q) for q in kept])
-        return starting_factor(like, rank, seed, torch.stack([q for q in kept if q is not None]))
+        if any(q is None or q.shape != shape for q in kept):
+            return fresh.expand(len(batch), *shape)
+        last = torch.stack([q for q in kept if q is not None]).to(matrices)
+        norms = torch.linalg.vector_norm(last, dim=-2, keepdim=True)
+        return torch.where(norms > 0, last, fresh)
+
+
+@cache
+def _gaussian(columns: int, rank: int, device: torch.device) -> Tensor:
+    """What a basis begins with, and what takes the place of columns that are zero."""
+    return gaussian(columns * rank, derive("alternating"), device).view(columns, rank)

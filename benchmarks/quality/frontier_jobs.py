@@ -54,11 +54,11 @@ def sparse(
 
 
 def low(
-    rank: int = 4, bits: int = 4, decay: float = 0.95, delay: int = 0, lr: float = 1.0, momentum: float = 0.5,
+    rank: int = 3, bits: int = 4, decay: float = 1.0, delay: int = 0, lr: float = 1.0, momentum: float = 0.3,
     keep: float = 1.0, shrink: float = 0.0,
 ) -> Row:  # fmt: skip
     """A table of ours: one factor of low rank per round, coded, in two hops, with error feedback."""
-    factors = {"collective": "two_hop", "codec": {"codec": "quantize", "bits": bits, "scale": "mse"}}
+    factors = {"collective": "two_hop", "codec": {"codec": "quantize", "bits": bits, "block": 256, "scale": "mse"}}
     wire = {
         "collective": "alternating_low_rank", "rank": rank, "shrink": shrink, "factors": factors,
         "exact_dims": 0, "unit_mb": 1000.0,

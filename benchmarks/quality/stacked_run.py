@@ -12,6 +12,8 @@ from stacked_model import Size, losses, sequences, starts
 from stacked_sites import LocalSites, PerStep, per_step_wire, table_of
 from torch import Tensor, nn
 
+from thinwire.local_steps.site_adam import SiteAdamW
+
 EXACT = ("fp32 per step", "large batch")  # one copy of the model will do
 PER_STEP: dict[str, str] = {"fp32 per step": "off", "4 bits per step": "max", "large batch": "off"}
 EVALUATIONS = 20
@@ -23,7 +25,7 @@ HELD = 512  # sequences, at the end; on the way a quarter of them
 class Job:
     """One run. every: H, 0 where it is none. table: `[local]`, but for `every`, as JSON would have it. apart: sites
     have text of their own. batch: sequences per step, over all sites. flush: the last round sends all that is left, in
-    four bits per value."""
+    four bits per value. site_adam: the inner optimiser is SiteAdamW, not AdamW."""
 
     method: str
     sites: int
@@ -36,6 +38,7 @@ class Job:
     apart: bool = False
     batch: int = 16
     size: Size = field(default_factory=Size)
+    site_adam: bool = False
 
     @property
     def copies(self) -> int:
@@ -79,7 +82,7 @@ class _Trainee:
             self.local = LocalSites(self.parameter.data, table_of(job.table, job.every), job.size)
 
     @torch.no_grad()
-    def before(self, step: int, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    def before(self, step: int, group: dict[str, Any]) -> None:
         """Gradients as the optimiser takes them; none where it waits for more of them."""
         job = self.job
         group["lr"] = job.rate(step)
@@ -114,6 +117,14 @@ class _Trainee:
         return self.per_step.bytes if self.local is None else self.local.bytes
 
 
+def _optimizer(run: _Trainee, fused: bool) -> torch.optim.Optimizer:
+    """Of a run's inner steps."""
+    how: dict[str, Any] = {"lr": run.job.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    if run.job.site_adam:
+        return SiteAdamW([run.parameter], sites=run.job.sites, **how)
+    return torch.optim.AdamW([run.parameter], fused=fused, **how)
+
+
 def clip(gradients: Tensor) -> None:
     """Every row's norm to 1 at most."""
     norms = torch.linalg.vector_norm(gradients, dim=1, keepdim=True)
@@ -140,9 +151,7 @@ class Fleet:
         self.leaves = {n: v.detach().requires_grad_() for n, v in self.size.views(self.low).items()}
         parts = (first.copies,) * len(jobs)
         self.runs = [_Trainee(*one) for one in zip(jobs, self.weights.split(parts), self.gradients.split(parts))]
-        groups = [{"params": [run.parameter]} for run in self.runs]
-        how = {"fused": True} if text.is_cuda else {}
-        self.inner = torch.optim.AdamW(groups, lr=first.lr, betas=(0.9, 0.95), weight_decay=0.1, **how)
+        self.inner = [_optimizer(run, text.is_cuda) for run in self.runs]
         begin = [starts(text, job.seed + 1, job.steps, job.copies, per, job.apart) for job in jobs]
         self.begin = torch.cat(begin, 1).to(device)
         self.rows = torch.zeros(len(jobs) * first.copies, per, self.size.length + 1, dtype=torch.long, device=device)
@@ -157,9 +166,9 @@ class Fleet:
                 self._pass()
             else:
                 self.graph.replay()
-            for run, group in zip(self.runs, self.inner.param_groups):
-                run.before(step, self.inner, group)
-            self.inner.step()
+            for run, inner in zip(self.runs, self.inner):
+                run.before(step, inner.param_groups[0])
+                inner.step()
             for run in self.runs:
                 run.after(step)
             if (step + 1) % every == 0:

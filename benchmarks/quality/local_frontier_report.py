@@ -29,7 +29,7 @@ T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # by the number of seeds
 RATES = (10e6, 100e6, 300e6)  # bits per second
 LATENCY = 0.05  # seconds, one way
 EXACT = "fp32 per step"
-HOPS = {Gather: 1, TwoHop: 2, AlternatingLowRank: 2, Dense: 2 * (SITES - 1)}  # latencies of a round, one after the other
+HOPS = {Gather: 1, TwoHop: 2, AlternatingLowRank: 2, Dense: 2 * (SITES - 1)}  # latencies of a round in a row
 Kind = tuple[str, int, int, bool]  # method, sites, H, sites have text of their own
 
 

@@ -43,7 +43,7 @@ def grouped(rows: list[Row]) -> dict[Kind, dict[int, Row]]:
     found: dict[Kind, dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in grid:
         if row["steps"] == most:
-            settings = json.dumps([row["lr"], row["table"], row.get("site_adam", False)])
+            settings = json.dumps([row.get("lr"), row["table"], row.get("site_adam", False)])
             found[named(row), row["sites"], row["every"], row["apart"]][settings][row["seed"]] = row
     return {kind: min(tried.values(), key=_first_loss) for kind, tried in found.items()}
 

@@ -86,13 +86,13 @@ def other(grid: Grid, method: str, every: int, outer: float, inner: float = 2e-3
 def tune(grid: Grid) -> tuple[Job, Job, Job]:
     """Four trials each: ours and SparseLoCo at 1,000 times fewer bytes, Streaming DiLoCo at H = 30."""
     ours = [ours_at(grid, 1000, momentum=mu, inner=lr, site_adam=site)
-            for mu, lr, site in ((0.5, 2e-3, False), (0.3, 3e-3, False), (0.7, 2e-3, False),
+            for mu, lr, site in ((0.5, 2e-3, False), (0.3, 3e-3, False), (0.0, 2e-3, True),
                                  (0.3, 2e-3, True))]  # fmt: skip
     loco = [other(grid, "SparseLoCo", SPARSE[1000], outer, lr, site_adam=site)
-            for outer, lr, site in ((2.0, 2e-3, False), (2.0, 3e-3, False), (3.0, 2e-3, False),
+            for outer, lr, site in ((2.0, 2e-3, False), (2.0, 3e-3, False), (1.0, 2e-3, True),
                                     (1.5, 2e-3, True))]  # fmt: skip
     streaming = [other(grid, "Streaming DiLoCo", 30, outer, lr, site_adam=site)
-                 for outer, lr, site in ((0.7, 2e-3, False), (0.7, 3e-3, False), (1.0, 2e-3, False),
+                 for outer, lr, site in ((0.7, 2e-3, False), (0.7, 3e-3, False), (0.4, 2e-3, True),
                                          (0.7, 2e-3, True))]  # fmt: skip
     found = grid.tuned([ours, loco, streaming])
     return found[0], found[1], found[2]
@@ -141,6 +141,7 @@ def baselines(grid: Grid) -> list[Job]:
     """What has more bytes, or fewer steps."""
     plain = [grid.job("LocalSGD", every, {"wire": "off", "outer_lr": 1.0, "momentum": mu, "nesterov": mu > 0})
              for every, mu in ((1, 0.0), (10, 0.0), (10, 0.5))]  # fmt: skip
+    plain.append(replace(plain[0], site_adam=True))
     return [
         *plain, other(grid, "DiLoCo", 10, 0.7), other(grid, "DiLoCo", 30, 0.7), grid.job("4 bits per step", 0, {}),
         grid.job("two bits, two hops", 30, dense(2)), grid.job("large batch", 10, {}, 4e-3),

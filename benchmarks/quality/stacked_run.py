@@ -12,7 +12,7 @@ from stacked_model import Size, losses, sequences, starts
 from stacked_sites import LocalSites, PerStep, per_step_wire, table_of
 from torch import Tensor, nn
 
-from thinwire.local_steps.site_adam import SiteAdamW
+from thinwire.local_steps.site_adam import BLOCK, NoiseRatio, SiteAdamW
 
 EXACT = ("fp32 per step", "large batch")  # one copy of the model will do
 PER_STEP: dict[str, str] = {"fp32 per step": "off", "4 bits per step": "max", "large batch": "off"}
@@ -114,14 +114,16 @@ class _Trainee:
     @property
     def bytes(self) -> int:
         """That the busiest site has sent."""
-        return self.per_step.bytes if self.local is None else self.local.bytes
+        job = self.job
+        ratios = 2 * -(-job.size.parameters() // BLOCK) * job.steps if job.site_adam else 0  # numbers, of fp32
+        return 8 * ratios * (job.sites - 1) // job.sites + (self.per_step if self.local is None else self.local).bytes
 
 
 def _optimizer(run: _Trainee, fused: bool) -> torch.optim.Optimizer:
     """Of a run's inner steps."""
     how: dict[str, Any] = {"lr": run.job.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if run.job.site_adam:
-        return SiteAdamW([run.parameter], sites=run.job.sites, **how)
+        return SiteAdamW(run.parameter, NoiseRatio(lambda x: x.mean(0), run.job.sites), **how)
     return torch.optim.AdamW([run.parameter], fused=fused, **how)
 
 

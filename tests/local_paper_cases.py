@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from thinwire.codecs import Quantize
 from thinwire.codecs.lowrank import gaussian
-from thinwire.config.presets import LOCAL_PRESETS
 from thinwire.kernels.random import derive
 from thinwire.parallel import LocalSteps
 
@@ -127,6 +125,18 @@ def bin_means(values: Tensor) -> Tensor:
     return out
 
 
+def two_levels(values: Tensor) -> Tensor:
+    """Signs, and the two magnitudes of least squared error, found by trying all ways to cut the sorted ones in two."""
+    sorted_ = values.abs().sort().values
+    best = (math.inf, sorted_.mean(), sorted_.mean())
+    for cut in range(1, values.numel()):
+        low, high = sorted_[:cut].mean(), sorted_[cut:].mean()
+        error = float((sorted_[:cut] - low).square().sum() + (sorted_[cut:] - high).square().sum())
+        best = min(best, (error, low, high), key=lambda found: found[0])
+    low, high = (rounded(level, up=False) for level in best[1:])
+    return torch.copysign(torch.where(values.abs() > (low + high) / 2, high, low), values)
+
+
 def sparse(u: Tensor, values_code) -> Tensor:
     """The 64 largest of every 64 × 64 tile (of 4,096 in a row), as many in proportion of a smaller one."""
     matrix = u.view(1, -1) if u.dim() < 2 else u
@@ -214,11 +224,13 @@ def one_factor_each(
     return out[0], out[1:]
 
 
-def ours_is_its_formula() -> None:
-    """Of u = anchor − θ one factor is sent; what is left of it stays in the site: θ = anchor − e. Of rank 2 here."""
-    size, table = dist.get_world_size(), copy.deepcopy(LOCAL_PRESETS["local-max"])
-    table["wire"]["gradient"]["rank"] = 2
-    model, local, steps = site_of(table, 1, delay=0)
+def low_rank_is_its_formula() -> None:
+    """Of u = anchor − θ one factor is sent; what is left of it stays in the site: θ = anchor − e."""
+    size = dist.get_world_size()
+    codec = {"codec": "quantize", "bits": 4, "block": 256, "scale": "mse"}
+    wire = {"collective": "alternating_low_rank", "rank": 2, "factors": {"collective": "two_hop", "codec": codec}}
+    table = {"wire": {"gradient": {**wire, "exact_dims": 0}}, "keep": 1.0, "outer_lr": 1.0, "momentum": 0.5}
+    model, local, steps = site_of(table, 1)
     if not is_checked(local):
         return
     sites = Sites(size, HIDDEN)
@@ -246,7 +258,28 @@ def ours_is_its_formula() -> None:
     check(local.summary().ratio > 20, f"one step per round: {local.summary()}")
 
 
+def ours_is_its_formula() -> None:
+    """Of u = anchor − θ the largest are sent; what is left of it, times 0.95, stays in the site: θ = anchor − e."""
+    size = dist.get_world_size()
+    model, local, steps = site_of("local-max", 1, delay=0)
+    if not is_checked(local):
+        return
+    sites = Sites(size, HIDDEN)
+    velocity = {name: torch.zeros_like(a) for name, a in sites.anchor.items()}
+    for step in range(1, steps + 1):
+        sites.train(step)
+        for name, anchor in sites.anchor.items():
+            away = [anchor - sites.weights(site)[name] for site in range(size)]
+            sent = [sparse(u, two_levels) if u.dim() else u for u in away]
+            mean = sum(sent[1:], start=sent[0]) / size
+            sites.anchor[name] = nesterov(anchor, mean, velocity[name], momentum=0.5, lr=1.0)
+            for site in range(size):
+                sites.weights(site)[name].copy_(sites.anchor[name] - 0.95 * (away[site] - sent[site]))
+    check_equal("weights", trained(model), sites.weights(0), tolerance=1e-4)
+    check(local.summary().ratio > 20, f"one step per round: {local.summary()}")
+
+
 CASES = [
     diloco_is_the_published_algorithm, streaming_diloco_is_the_published_algorithm,
-    sparseloco_is_the_published_algorithm, ours_is_its_formula,
+    sparseloco_is_the_published_algorithm, ours_is_its_formula, low_rank_is_its_formula,
 ]  # fmt: skip

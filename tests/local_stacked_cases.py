@@ -108,7 +108,7 @@ def stacked_sites_are_local_steps() -> None:
             stacked.parameter.grad = gradients
             stacked.inner.step()
             sites.step()
-        loose = name in ("diloco", "local-max", "low rank")  # the backend, or BLAS, has an order of its own
+        loose = name in ("diloco", "low rank")  # the backend, or BLAS, has an order of its own
         found = {"own": stacked.parameter.detach()[0].clone()}
         more = 0
         if flushes:

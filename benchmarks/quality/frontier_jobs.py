@@ -16,6 +16,7 @@ STAGES = ("tune", "frontier", "seeds", "sites", "apart", "ablations")
 SITES, MIDDLE = 4, 30
 RATES = (1e-3, 2e-3, 4e-3)  # of the inner optimiser, that are tried
 OURS = "ours"
+LOW = "ours, low rank"
 OUR_HS = (1, 3, 10, 30, 100)
 HS = (10, 30, 100)  # of the others
 PLAIN = {"outer_lr": 1.0, "momentum": 0.0, "nesterov": False}
@@ -77,18 +78,22 @@ def dense(bits: int) -> Row:
 
 def ours(**changed: Any) -> Row:
     """The preset `local-max` written out, with some of it changed."""
-    return low(**{"rank": 8, "momentum": 0.5, "delay": 1, **changed})
+    return sparse(**{"hops": False, "k": 64, "momentum": 0.5, "keep": 1.0, **changed})
 
 
 ABLATIONS: dict[str, Row] = {  # one thing of ours changed at a time
-    **{f"ours, decay {beta}": ours(decay=beta) for beta in (0.9, 0.95, 0.99)},
+    **{f"ours, beta {beta}": ours(decay=beta) for beta in (0.8, 0.9, 1.0)},
     "ours, nothing kept": ours(keep=0.0),
     "ours, half kept": ours(keep=0.5),
     "ours, outer rate 2, plain": ours(lr=2.0, momentum=0.0),
-    "ours, 2 bits": ours(bits=2, rank=15),
-    "ours, 8 bits": ours(bits=8, rank=4),
+    "ours, tile 32": ours(tile=32, k=16),
+    "ours, tile 128": ours(tile=128, k=256),
+    "ours, 32 bits": ours(values=()),
+    "ours, one magnitude": ours(values={"codec": "scaled_sign"}),
+    "ours, four bits": ours(values={"codec": "quantize", "bits": 4}),
     "ours, delay 0": ours(delay=0),
-    "ours, tiles": sparse(hops=False, k=20, momentum=0.5, keep=1.0),
+    "ours, delay 5": ours(delay=5),
+    "ours, two hops, twice as many": ours(hops=True, k=128),
 }
 
 

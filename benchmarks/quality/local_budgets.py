@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frontier_jobs import LOCAL, OURS, SITES, dense, low
+from frontier_jobs import LOCAL, LOW, SITES, dense, low
 from local_frontier import Row, Runner, done, is_done, parsed
 from stacked_model import Size
 from stacked_run import Job
@@ -69,7 +69,7 @@ class Grid:
 def ours_at(grid: Grid, budget: int, like: Job | None = None, **changed: Any) -> Job:
     """Ours at a budget; like: whose rates it takes. changed: of `low`, or `site_adam`, `inner`, `sites`, `apart`."""
     every, sent = BUDGETS[budget]
-    every, method = changed.pop("every", every), changed.pop("method", OURS)
+    every, method = changed.pop("every", every), changed.pop("method", LOW)
     rest = {name: changed.pop(name) for name in ("site_adam", "sites", "apart") if name in changed}
     inner = changed.pop("inner", 2e-3)
     if like is not None:
@@ -127,7 +127,7 @@ def ablations(grid: Grid, ours: Job) -> list[Job]:
         "nothing kept": {"keep": 0.0}, "2 bits": {"bits": 2, "rank": 5}, "8 bits": {"bits": 8, "every": 2},
         "decay 0.99": {"decay": 0.99}, "site_adam": {"site_adam": not ours.site_adam},
     }  # fmt: skip
-    return [ours_at(grid, 1000, ours, method=f"ours, {name}", **changed) for name, changed in changes.items()]
+    return [ours_at(grid, 1000, ours, method=f"{LOW}, {name}", **changed) for name, changed in changes.items()]
 
 
 def elsewhere(grid: Grid, ours: Job, loco: Job, streaming: Job) -> list[Job]:

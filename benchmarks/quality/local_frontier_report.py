@@ -16,7 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from frontier_jobs import ORDER, OURS, SITES
+from frontier_jobs import LOW, ORDER, SITES
 from local_frontier import done
 from stacked_run import PER_STEP
 from stacked_sites import per_step_wire, table_of
@@ -53,10 +53,10 @@ def _first_loss(seeds: dict[int, Row]) -> tuple[int, float]:
 
 
 def named(row: Row) -> str:
-    """The method; ours of low rank with what it sends, since H alone does not tell."""
+    """The method; low rank with what it sends, since H alone does not tell."""
     wire = row["table"].get("wire", {})
     rank = wire.get("gradient", {}).get("rank") if isinstance(wire, dict) else None
-    return f"{row['method']}, rank {rank}" if rank and row["method"] == OURS else str(row["method"])
+    return f"{row['method']}, rank {rank}" if rank and row["method"] == LOW else str(row["method"])
 
 
 def reference(kinds: dict[Kind, dict[int, Row]], apart: bool) -> dict[int, Row]:
@@ -130,7 +130,7 @@ def draw(rows: list[Row], path: Path) -> None:
     kinds = grouped(rows)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for method, mark in zip(ORDER[1:], "Dso^vP*Xh"):
+    for method, mark in zip([*ORDER[1:], LOW], "Dso^vP*Xh"):
         points = []
         for kind in kinds:
             found = over(kinds[kind], reference(kinds, False))
@@ -190,7 +190,7 @@ def times(rows: list[Row], computing: float, tolerance: float) -> list[str]:
     target = exact["held"] * (1 + tolerance / 100)
     named = [("fp32 DDP", exact, 1.0), ("bf16 DDP", exact, 0.5)]
     for kind in sorted(kinds, key=place):
-        if kind[0].split(", rank")[0] in ORDER[1:] and kind[1] == SITES and not kind[3] and 0 in kinds[kind]:
+        if kind[0].split(", rank")[0] in (*ORDER[1:], LOW) and kind[1] == SITES and not kind[3] and 0 in kinds[kind]:
             often = f", H = {kind[2]}" if kind[2] else ""
             named.append((kind[0] + often, kinds[kind][0], 1.0))
     out = [f"Loss {target:.4f}; a step without a network {1e3 * computing:.1f} ms; {1e3 * LATENCY:.0f} ms one way.", ""]

@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from site_adam import BLOCK, NoiseRatio, SiteAdamW
 from stacked_model import Size, losses, sequences, starts
 from stacked_sites import LocalSites, PerStep, per_step_wire, table_of
 from torch import Tensor, nn
-
-from thinwire.local_steps.site_adam import BLOCK, NoiseRatio, SiteAdamW
 
 EXACT = ("fp32 per step", "large batch")  # one copy of the model will do
 PER_STEP: dict[str, str] = {"fp32 per step": "off", "4 bits per step": "max", "large batch": "off"}

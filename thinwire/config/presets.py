@@ -129,20 +129,17 @@ LOCAL_PRESETS: dict[str, dict[str, Any]] = {
         },
         "every": 30, "outer_lr": 1.0, "momentum": 0.0, "nesterov": False,
     },
-    # ours: the largest directions of the sites' mean, one factor of rank 8 per round, left and right in turn, four bits
-    # per value. What was not sent stays in the site's weights; Nesterov outside; and sending hidden behind a step: what
-    # was learnt meanwhile is carried over whole
+    # ours: the same share of every tile, with two magnitudes that fit its values best and coded indices. What was not
+    # sent stays in the site's weights, which are drawn to the anchor by the decay; Nesterov outside; and sending hidden
+    # behind a step: what was learnt meanwhile is carried over whole
     "local-max": {
         "wire": {
             "gradient": {
-                "collective": "alternating_low_rank", "rank": 8,
-                "factors": {
-                    "collective": "two_hop", "codec": {"codec": "quantize", "bits": 4, "block": 256, "scale": "mse"}
-                },
-                "memory": "error_feedback", "exact_dims": 0, "unit_mb": 1000.0,
+                "collective": "gather", "codec": {**TILES, "values": {"codec": "two_levels", "block": 512}},
+                "memory": {"memory": "error_feedback", "decay": 0.95}, "exact_dims": 0,
             }
         },
-        "every": 3, "delay": 1, "keep": 1.0, "outer_lr": 1.0, "momentum": 0.5,
+        "every": 30, "delay": 1, "keep": 1.0, "outer_lr": 1.0, "momentum": 0.5,
     },
 }  # fmt: skip
 KEYS = ("preset", "forward", "backward", "gradient", "embedding", "auto", "streams")

@@ -1,4 +1,4 @@
-"""AdamW for the inner steps of sites that average: as long steps as those on all sites' common batch.
+"""AdamW for the inner steps of stacked sites that average: as long steps as those on all sites' common batch.
 
     r_i = Σ ±g_i over a block of values, the same random signs on all sites
     ρ = EMA (mean r)² / EMA mean r²   ≈ ‖mean g‖² / mean ‖g‖², between 1/P and 1 ;   θ ← θ − lr · m̂ / √(ρ·v̂)

@@ -69,7 +69,7 @@ class Turn:
     collective: with shapes. u: float[members, values]. state: what the exchange before kept.
     """
 
-    def __init__(self, collective: AlternatingLowRank, u: Tensor, state: State) -> None:
+    def __init__(self, collective: LowRank, u: Tensor, state: State) -> None:
         self.shapes = [(s[0], math.prod(s[1:])) if len(s) > 1 else (1, math.prod(s)) for s in collective.shapes]
         self.numels = [math.prod(shape) for shape in self.shapes]
         if sum(self.numels) != u.shape[1]:

@@ -19,7 +19,9 @@ from thinwire.memory import EF21, Diana, ErrorFeedback, Memory, Plain, RandDiana
 COLLECTIVES = {
     "dense": k.Dense(), "gather 4 bits": k.Gather(Quantize(4)), "gather randk": k.Gather(RandK(0.2)),
     "topk allgather": k.TopkAllgather(0.05), "two hops 4 bits": k.Quantized(4), "two hops topk": k.TwoHop(TopK(0.1)),
-    "low rank": k.LowRank(2), "dsa": k.TopkDSA(0.05), "dsa coded": k.TopkDSA(0.05, "int8", "coded"),
+    "low rank": k.LowRank(2), "alternating": k.AlternatingLowRank(2),
+    "alternating 4 bits": k.AlternatingLowRank(2, factors=k.Quantized(4)),
+    "dsa": k.TopkDSA(0.05), "dsa coded": k.TopkDSA(0.05, "int8", "coded"),
     "gtopk": k.GTopk(0.05), "gtopk coded": k.GTopk(0.05, "bf16", "coded"),
     "oktopk": k.OkTopk(0.05, tau=3, tau_prime=2), "oktopk coded": k.OkTopk(0.05, 4, 3, "int8", "coded"),
     "oktopk bf16": k.OkTopk(0.02, 5, 4, "bf16", "int32"),

@@ -13,10 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_group import run
 
+import thinwire as tw
 from thinwire import collectives as c
-from thinwire.codecs import Identity
+from thinwire.codecs import Identity, Quantize
+from thinwire.codecs.lowrank import gaussian
 from thinwire.collectives import thresholds
 from thinwire.kernels import select
+from thinwire.kernels.random import derive
+from thinwire.memory import ErrorFeedback
 
 SHAPES = [(24, 30), (7,), (24, 30), (3, 10, 20), (0, 5), (2, 2)]
 
@@ -71,6 +75,49 @@ def test_low_rank_takes_a_convolution_as_out_by_rest():
     mean, own = c.LowRank(1).exchange(u, state=state)
     assert mean.shape == u.shape and torch.allclose(mean, u, atol=1e-5) and torch.allclose(own, u, atol=1e-5)
     assert state["q0"].shape == (36, 1)
+
+
+def test_alternating_low_rank_is_a_power_iteration_in_halves():
+    """Against straight-line code, three members and five exchanges: left and right factors in turn, coded, orthonormal
+    bases from the mean factor before. With error feedback on one fixed matrix the mean converges to it."""
+
+    def work(rank: int) -> list[float]:
+        collective, state, found, last = c.AlternatingLowRank(3, factors=c.Quantized(4)), {}, [], None
+        for step in range(5):
+            everyone = [gradient("similar", (24, 40), r, 3, step) for r in range(3)]
+            mean, own = collective.exchange(everyone[rank], state=state, seed=step)
+            turned = [m.T if step % 2 else m for m in everyone]
+            if last is None:
+                last = gaussian(40 * 3, derive("alternating"), "cpu").double().view(40, 3)
+            base = torch.linalg.qr(last).Q
+            factors = torch.stack([(m @ base).T.contiguous() for m in turned])
+            expected, parts = coded_mean(factors)
+            last = expected.T
+            product, mine = last @ base.T, parts[rank].T @ base.T
+            found += [float((mean - (product.T if step % 2 else product)).norm() / mean.norm())]
+            found += [float((own - (mine.T if step % 2 else mine)).norm() / own.norm())]
+        return found
+
+    def coded_mean(factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        size, n = len(factors), factors[0].numel()
+        flat = factors.view(size, n)
+        lengths, code = c.Quantized(4).lengths(n, size), Quantize(4)
+
+        def trip(x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([code.decode(code.encode(p), p.shape, p.dtype) for p in x.split(lengths)])
+
+        own = torch.stack([trip(row) for row in flat])
+        mean, start = trip(own.sum(0) / size), 0
+        for owner, length in enumerate(lengths):
+            part = slice(start, start + length)
+            own[owner, part] += size * mean[part] - own[:, part].sum(0)
+            start += length
+        return mean.view(factors[0].shape), own.view(factors.shape)
+
+    assert max(max(found) for found in run(3, work)[0]) < 1e-9
+    one, channel = gradient("similar", (24, 40), 0, 1, 0), tw.Channel(c.AlternatingLowRank(3), ErrorFeedback())
+    sent = sum(channel.reduce("w", one) for _ in range(60)) / 60
+    assert float((sent - one).norm()) < 0.15 * float(one.norm())
 
 
 # --- sums that leave the range of their type

@@ -69,6 +69,7 @@ def test_alone_it_is_the_codec(name):
     (lambda: k.OkTopk(0), "density"), (lambda: k.OkTopk(0.1, tau=0), "tau"),
     (lambda: k.OkTopk(0.1, values="fp4"), "fp4"),
     (lambda: k.TopkDSA(0.1, indices="zip"), "zip"), (lambda: k.Gather(3), "codec"), (lambda: k.LowRank(0), "rank"),
+    (lambda: k.AlternatingLowRank(2, factors=k.OkTopk(0.1)), "factors"),
     (lambda: tw.Channel(3), "collective"), (lambda: k.OkTopk(0.1, scope="layer"), "scope"),
     (lambda: k.OkTopk(0.1, xi_every=-1), "xi_every"), (lambda: k.Hierarchical(k.Dense(), 3), "across"),
     (lambda: k.Hierarchical(k.Dense(), k.LowRank(2)), "matrices"),

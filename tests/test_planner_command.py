@@ -187,6 +187,7 @@ def test_quantised_gradients_cost_what_the_codec_says() -> None:
         {"collective": "topk_dsa", "density": 0.01},
         {"collective": "gtopk", "density": 0.01},
         {"collective": "low_rank", "rank": 4},
+        {"collective": "alternating_low_rank", "rank": 4, "factors": {"collective": "quantized", "bits": 4}},
         {"collective": "hierarchical", "across": {"collective": "ok_topk", "density": 0.01}},
     ],
 )

@@ -16,6 +16,7 @@ STAGES = ("tune", "frontier", "seeds", "sites", "apart", "ablations")
 SITES, MIDDLE = 4, 30
 RATES = (1e-3, 2e-3, 4e-3)  # of the inner optimiser, that are tried
 OURS = "ours"
+LOW = "ours, low rank"
 OUR_HS = (1, 3, 10, 30, 100)
 HS = (10, 30, 100)  # of the others
 PLAIN = {"outer_lr": 1.0, "momentum": 0.0, "nesterov": False}
@@ -47,6 +48,21 @@ def sparse(
     codec = {"codec": "tile_topk", "k": k, "tile": tile} | ({"values": values} if values else {})
     wire = {
         "collective": "two_hop" if hops else "gather", "codec": codec, "exact_dims": 0,
+        "memory": {"memory": "error_feedback", "decay": decay},
+    }  # fmt: skip
+    outer = {"outer_lr": lr, "momentum": momentum, "nesterov": momentum > 0}
+    return {"wire": {"gradient": wire}, "delay": delay, "keep": keep, **outer}
+
+
+def low(
+    rank: int = 3, bits: int = 4, decay: float = 1.0, delay: int = 0, lr: float = 1.0, momentum: float = 0.3,
+    keep: float = 1.0, shrink: float = 0.0,
+) -> Row:  # fmt: skip
+    """A table of ours: one factor of low rank per round, coded, in two hops, with error feedback."""
+    factors = {"collective": "two_hop", "codec": {"codec": "quantize", "bits": bits, "block": 256, "scale": "mse"}}
+    wire = {
+        "collective": "alternating_low_rank", "rank": rank, "shrink": shrink, "factors": factors,
+        "exact_dims": 0, "unit_mb": 1000.0,
         "memory": {"memory": "error_feedback", "decay": decay},
     }  # fmt: skip
     outer = {"outer_lr": lr, "momentum": momentum, "nesterov": momentum > 0}

@@ -10,17 +10,18 @@ round stands beside that after a last round in four bits per value, residuals in
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from frontier_jobs import ORDER, SITES
+from frontier_jobs import LOW, ORDER, SITES
 from local_frontier import done
 from stacked_run import PER_STEP
 from stacked_sites import per_step_wire, table_of
 
-from thinwire.collectives import Dense, Gather, TwoHop
+from thinwire.collectives import AlternatingLowRank, Dense, Gather, TwoHop
 from thinwire.local_steps.schedule import Schedule
 
 Row = dict[str, Any]
@@ -28,21 +29,34 @@ T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}  # by the number of seeds
 RATES = (10e6, 100e6, 300e6)  # bits per second
 LATENCY = 0.05  # seconds, one way
 EXACT = "fp32 per step"
-HOPS = {Gather: 1, TwoHop: 2, Dense: 2 * (SITES - 1)}  # latencies of a round that follow one another
+HOPS = {Gather: 1, TwoHop: 2, AlternatingLowRank: 2, Dense: 2 * (SITES - 1)}  # latencies of a round in a row
 Kind = tuple[str, int, int, bool]  # method, sites, H, sites have text of their own
 
 
 def grouped(rows: list[Row]) -> dict[Kind, dict[int, Row]]:
-    """The grid's rows with the most steps, by kind and seed."""
+    """The grid's rows with the most steps, by kind and seed. Where a kind was run with several settings, those of the
+    least loss on the first seed count."""
     grid = [row for row in rows if row["stage"] == "grid"]
     if not grid:
         raise SystemExit("no line of the grid is there: only the tuning was run")
     most = max(row["steps"] for row in grid)
-    out: dict[Kind, dict[int, Row]] = defaultdict(dict)
+    found: dict[Kind, dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in grid:
         if row["steps"] == most:
-            out[row["method"], row["sites"], row["every"], row["apart"]][row["seed"]] = row
-    return out
+            settings = json.dumps([row.get("lr"), row["table"], row.get("site_adam", False)])
+            found[named(row), row["sites"], row["every"], row["apart"]][settings][row["seed"]] = row
+    return {kind: min(tried.values(), key=_first_loss) for kind, tried in found.items()}
+
+
+def _first_loss(seeds: dict[int, Row]) -> tuple[int, float]:
+    return min(seeds), seeds[min(seeds)]["held"]
+
+
+def named(row: Row) -> str:
+    """The method; low rank with what it sends, since H alone does not tell."""
+    wire = row["table"].get("wire", {})
+    rank = wire.get("gradient", {}).get("rank") if isinstance(wire, dict) else None
+    return f"{row['method']}, rank {rank}" if rank and row["method"] == LOW else str(row["method"])
 
 
 def reference(kinds: dict[Kind, dict[int, Row]], apart: bool) -> dict[int, Row]:
@@ -64,7 +78,8 @@ def over(mine: dict[int, Row], exact: dict[int, Row], what: str = "held") -> tup
 
 def place(kind: Kind) -> tuple[bool, int, int, int, str]:
     method, sites, every, apart = kind
-    return apart, sites != SITES, sites, ORDER.index(method) * 1000 + every if method in ORDER else 10**6, method
+    first = method.split(", rank")[0]
+    return apart, sites != SITES, sites, ORDER.index(first) * 1000 + every if first in ORDER else 10**6, method
 
 
 def fewer(row: Row) -> float:
@@ -115,11 +130,11 @@ def draw(rows: list[Row], path: Path) -> None:
     kinds = grouped(rows)
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for method, mark in zip(ORDER[1:], "Dso^vP*Xh"):
+    for method, mark in zip([*ORDER[1:], LOW], "Dso^vP*Xh"):
         points = []
         for kind in kinds:
             found = over(kinds[kind], reference(kinds, False))
-            if kind[0] == method and kind[1] == SITES and not kind[3] and found is not None:
+            if kind[0].split(", rank")[0] == method and kind[1] == SITES and not kind[3] and found is not None:
                 row = next(iter(kinds[kind].values()))
                 points.append((fewer(row), found[0], 0.0 if math.isnan(found[1]) else found[1]))
         if points:
@@ -175,7 +190,7 @@ def times(rows: list[Row], computing: float, tolerance: float) -> list[str]:
     target = exact["held"] * (1 + tolerance / 100)
     named = [("fp32 DDP", exact, 1.0), ("bf16 DDP", exact, 0.5)]
     for kind in sorted(kinds, key=place):
-        if kind[0] in ORDER[1:] and kind[1] == SITES and not kind[3] and 0 in kinds[kind]:
+        if kind[0].split(", rank")[0] in (*ORDER[1:], LOW) and kind[1] == SITES and not kind[3] and 0 in kinds[kind]:
             often = f", H = {kind[2]}" if kind[2] else ""
             named.append((kind[0] + often, kinds[kind][0], 1.0))
     out = [f"Loss {target:.4f}; a step without a network {1e3 * computing:.1f} ms; {1e3 * LATENCY:.0f} ms one way.", ""]

@@ -16,9 +16,9 @@ from torch import Tensor
 from thinwire.codecs import BinMeans, Codec, TileTopK, TwoLevels
 from thinwire.codecs.levels import BINS
 from thinwire.codecs.tiles import _matrix
-from thinwire.collectives import Collective, Dense, Gather, TwoHop
-from thinwire.config.wire import Reduction
-from thinwire.data_parallel.gradient_units import Unit
+from thinwire.collectives import AlternatingLowRank, Collective, Dense, Gather, TwoHop
+from thinwire.collectives.alternating import Turn
+from thinwire.collectives.base import State
 from thinwire.kernels.levels import two_means
 from thinwire.kernels.scales import decode_scale, nearest_scale
 from thinwire.kernels.tiles import top_rows
@@ -26,28 +26,34 @@ from thinwire.kernels.tiles import top_rows
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def exchange(reduction: Reduction, unit: Unit, u: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean, own) of a unit. u: float32[sites, values]."""
-    collective = reduction.collective
-    if unit.exact or isinstance(collective, Dense):
+def exchange(collective: Collective, shapes: Shapes, u: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """(mean, own). u: float32[sites, values] of tensors of these shapes. state: the collective's own, of all sites."""
+    if isinstance(collective, Dense):
         return _added(u) / u.shape[0], u
+    if isinstance(collective, AlternatingLowRank):
+        turn = Turn(collective.for_shapes(shapes), u, state)
+        mean, own = exchange(collective.factors, (), turn.message, {})
+        turn.keep(mean, state)
+        return turn.values(mean[None])[0], turn.values(own)
     if isinstance(collective, Gather):
-        return _gathered(collective.codec, u, unit.shapes)
+        return _gathered(collective.codec, u, shapes or ((u.shape[1],),))
     if isinstance(collective, TwoHop):
         return _two_hops(collective, u)
     raise NotImplementedError(f"{collective}: not among the wires that are computed for all sites at once")
 
 
-def sent_bytes(reduction: Reduction, unit: Unit, sites: int) -> int:
-    """What the busiest site sends, which is what it receives: payload."""
-    collective: Collective = reduction.collective
-    if unit.exact or isinstance(collective, Dense):
-        return 2 * 4 * unit.numel * (sites - 1) // sites
+def sent_bytes(collective: Collective, shapes: Shapes, sites: int, turn: int = 0) -> int:
+    """What the busiest site sends, which is what it receives: payload. turn: the exchange's number."""
+    numel = sum(map(math.prod, shapes))
+    if isinstance(collective, Dense):
+        return 2 * 4 * numel * (sites - 1) // sites
+    if isinstance(collective, AlternatingLowRank):
+        return sent_bytes(collective.factors, ((collective.sends(shapes, turn),),), sites)
     if isinstance(collective, Gather) or sites == 2:
-        codec = collective.for_shapes(unit.shapes).codec  # type: ignore[attr-defined]
-        return (sites - 1) * codec.nbytes((unit.numel,), torch.float32)
+        codec = collective.for_shapes(shapes).codec  # type: ignore[attr-defined]
+        return (sites - 1) * codec.nbytes((numel,), torch.float32)
     assert isinstance(collective, TwoHop)
-    sizes = [collective.codec.nbytes((n,), torch.float32) for n in collective.lengths(unit.numel, sites)]
+    sizes = [collective.codec.nbytes((n,), torch.float32) for n in collective.lengths(numel, sites)]
     return max(sum(sizes) - own + (sites - 1) * own for own in sizes)
 
 

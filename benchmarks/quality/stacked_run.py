@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from site_adam import BLOCK, NoiseRatio, SiteAdamW
 from stacked_model import Size, losses, sequences, starts
 from stacked_sites import LocalSites, PerStep, per_step_wire, table_of
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 EXACT = ("fp32 per step", "large batch")  # one copy of the model will do
 PER_STEP: dict[str, str] = {"fp32 per step": "off", "4 bits per step": "max", "large batch": "off"}
 EVALUATIONS = 20
+AVERAGED = 200  # times that shared weights enter a moving average, of the last fortieth of the run
 HELD = 512  # sequences, at the end; on the way a quarter of them
 
 
@@ -22,7 +24,7 @@ HELD = 512  # sequences, at the end; on the way a quarter of them
 class Job:
     """One run. every: H, 0 where it is none. table: `[local]`, but for `every`, as JSON would have it. apart: sites
     have text of their own. batch: sequences per step, over all sites. flush: the last round sends all that is left, in
-    four bits per value."""
+    four bits per value. site_adam: the inner optimiser is SiteAdamW, not AdamW."""
 
     method: str
     sites: int
@@ -35,6 +37,7 @@ class Job:
     apart: bool = False
     batch: int = 16
     size: Size = field(default_factory=Size)
+    site_adam: bool = False
 
     @property
     def copies(self) -> int:
@@ -71,13 +74,14 @@ class _Trainee:
         self.sum: Tensor | None = torch.zeros_like(gradients) if job.together > 1 else None
         self.local: LocalSites | None = None
         self.curve: list[tuple[int, float]] = []
+        self.average: Tensor | None = None  # of what was shared, over the last looks
         if job.method in PER_STEP:
             self.per_step = PerStep(per_step_wire(PER_STEP[job.method]), job.size, job.sites)
         else:
             self.local = LocalSites(self.parameter.data, table_of(job.table, job.every), job.size)
 
     @torch.no_grad()
-    def before(self, step: int, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    def before(self, step: int, group: dict[str, Any]) -> None:
         """Gradients as the optimiser takes them; none where it waits for more of them."""
         job = self.job
         group["lr"] = job.rate(step)
@@ -93,10 +97,14 @@ class _Trainee:
             self.per_step.average(self.gradients)
         clip(self.gradients)
 
-    def after(self) -> None:
+    @torch.no_grad()
+    def after(self, step: int) -> None:
         """The optimiser has made its step."""
         if self.local is not None:
             self.local.step()
+        if step % max(1, self.job.steps // AVERAGED) == 0:
+            now = self.shared()
+            self.average = now.clone() if self.average is None else self.average.lerp_(now, 0.2)
 
     def shared(self) -> Tensor:
         """float32[n]: the weights that all sites share."""
@@ -105,7 +113,17 @@ class _Trainee:
     @property
     def bytes(self) -> int:
         """That the busiest site has sent."""
-        return self.per_step.bytes if self.local is None else self.local.bytes
+        job = self.job
+        ratios = 2 * -(-job.size.parameters() // BLOCK) * job.steps if job.site_adam else 0  # numbers, of fp32
+        return 8 * ratios * (job.sites - 1) // job.sites + (self.per_step if self.local is None else self.local).bytes
+
+
+def _optimizer(run: _Trainee, fused: bool) -> torch.optim.Optimizer:
+    """Of a run's inner steps."""
+    how: dict[str, Any] = {"lr": run.job.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    if run.job.site_adam:
+        return SiteAdamW(run.parameter, NoiseRatio(lambda x: x.mean(0), run.job.sites), **how)
+    return torch.optim.AdamW([run.parameter], fused=fused, **how)
 
 
 def clip(gradients: Tensor) -> None:
@@ -134,9 +152,7 @@ class Fleet:
         self.leaves = {n: v.detach().requires_grad_() for n, v in self.size.views(self.low).items()}
         parts = (first.copies,) * len(jobs)
         self.runs = [_Trainee(*one) for one in zip(jobs, self.weights.split(parts), self.gradients.split(parts))]
-        groups = [{"params": [run.parameter]} for run in self.runs]
-        how = {"fused": True} if text.is_cuda else {}
-        self.inner = torch.optim.AdamW(groups, lr=first.lr, betas=(0.9, 0.95), weight_decay=0.1, **how)
+        self.inner = [_optimizer(run, text.is_cuda) for run in self.runs]
         begin = [starts(text, job.seed + 1, job.steps, job.copies, per, job.apart) for job in jobs]
         self.begin = torch.cat(begin, 1).to(device)
         self.rows = torch.zeros(len(jobs) * first.copies, per, self.size.length + 1, dtype=torch.long, device=device)
@@ -151,11 +167,11 @@ class Fleet:
                 self._pass()
             else:
                 self.graph.replay()
-            for run, group in zip(self.runs, self.inner.param_groups):
-                run.before(step, self.inner, group)
-            self.inner.step()
+            for run, inner in zip(self.runs, self.inner):
+                run.before(step, inner.param_groups[0])
+                inner.step()
             for run in self.runs:
-                run.after()
+                run.after(step)
             if (step + 1) % every == 0:
                 self._look(step + 1)
 
@@ -174,6 +190,8 @@ class Fleet:
                 run.local.finish()
             held, sent = self.evaluate(run.shared(), HELD), run.bytes
             found["held_anchor"] = held
+            assert run.average is not None
+            found["held_average"] = self.evaluate(run.average, HELD)
             if job.flush:
                 last = run.local.last_bytes if run.local is not None else 0
                 held, sent = found["held_flush"], sent - last + found["flush_bytes"]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.collectives import Dense
+from thinwire.collectives.base import State
 from thinwire.config.local import CARRY, Local
 from thinwire.config.wire import Reduction
 from thinwire.data_parallel.gradient_units import Unit, make_units
@@ -38,17 +39,28 @@ class Wire:
         self.units = make_units({name: shapes[name] for name in names}, reduction)
         self.spans = spans_of([name for unit in self.units for name in unit.parameters], size)
         self.residuals: dict[Unit, Tensor] = {}
-        self.bytes = sum(sent_bytes(reduction, unit, sites) for unit in self.units)
+        self.states: dict[Unit, State] = {unit: {} for unit in self.units}  # the collective's own
+        self.collectives = {unit: Dense() if unit.exact else reduction.collective for unit in self.units}
+        parts = [(self.collectives[unit], unit.shapes, sites) for unit in self.units]
+        self.bytes_of_turns = [sum(sent_bytes(*part, turn) for part in parts) for turn in (0, 1)]
+        self.turns = 0
+
+    @property
+    def bytes(self) -> int:
+        """Of the exchange that was made last."""
+        return self.bytes_of_turns[(self.turns - 1) % 2]
 
     @torch.no_grad()
     def average(self, x: Tensor) -> Tensor:
         """The mean of x[sites, n], n in the order of `spans`; residuals are taken along and left behind."""
         means, start = [], 0
+        self.turns += 1
         for unit in self.units:
             part = x[:, start : start + unit.numel]
             start += unit.numel
             e = self.residuals.get(unit)
-            mean, own = exchange(self.reduction, unit, part if e is None else part + e)
+            u = part if e is None else part + e
+            mean, own = exchange(self.collectives[unit], unit.shapes, u, self.states[unit])
             beta = self.reduction.memory.beta
             if beta is not None and not unit.exact:
                 left = part - own if e is None else e + (part - own)
@@ -207,9 +219,9 @@ class PerStep:
 
     def average(self, gradients: Tensor) -> None:
         """In place, on all sites."""
-        self.bytes += self.wire.bytes
         if gradients.shape[0] > 1:
             put(gradients, self.wire.spans, self.wire.average(take(gradients, self.wire.spans)))
+        self.bytes += self.wire.bytes
 
 
 def per_step_wire(preset: str) -> Reduction:

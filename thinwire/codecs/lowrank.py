@@ -92,7 +92,7 @@ def starting_factor(matrix: Tensor, rank: int, seed: int, prev: Tensor | None) -
     fresh = gaussian(columns * rank, seed, matrix.device).to(matrix.dtype).view(columns, rank)
     if prev is None or prev.shape[-2:] != fresh.shape:
         return fresh
-    prev = prev.to(matrix.dtype)
+    prev = prev.to(matrix)  # one from a checkpoint is in host memory
     norm = torch.linalg.vector_norm(prev, dim=-2, keepdim=True)
     return torch.where(norm > 0, prev / torch.where(norm > 0, norm, 1.0), fresh)
 

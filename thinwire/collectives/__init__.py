@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from thinwire.collectives.alternating import AlternatingLowRank
 from thinwire.collectives.base import Collective
 from thinwire.collectives.dense import Dense, Gather, Quantized, TwoHop
 from thinwire.collectives.hierarchical import Hierarchical
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from thinwire.collectives.rivals import GTopk, TopkAllgather, TopkDSA
 
 __all__ = [
+    "AlternatingLowRank",
     "Collective",
     "Dense",
     "GTopk",

@@ -73,7 +73,7 @@ class LowRank(Collective):
         whole = yield from _mean([*first, *(parts[i] for i in raw)], group)
         means, own = dict(zip(raw, whole[len(batches) :])), {i: parts[i] for i in raw}
         # 2. and 3. made orthonormal; the mean of the right factors
-        lefts = _orthonormal(whole[: len(batches)])
+        lefts = orthonormal(whole[: len(batches)])
         rights = [batch.matrices.mT @ left for batch, left in zip(batches, lefts)]
         mean_rights = (yield from _mean(rights, group)) if batches else []
         # 4. the means, and this member's parts of them
@@ -136,7 +136,7 @@ def _mean(tensors: list[Tensor], group: Group) -> Steps[list[Tensor]]:
     return [part.view(t.shape) for part, t in zip(whole.split([t.numel() for t in tensors]), tensors)]
 
 
-def _orthonormal(factors: list[Tensor]) -> list[Tensor]:
+def orthonormal(factors: list[Tensor]) -> list[Tensor]:
     """Each [batch, rows, rank] with orthonormal columns. On CPUs by QR, those of one shape in one batched call (twice
     as fast as one by one for a dozen)."""
     if factors and factors[0].is_cuda:

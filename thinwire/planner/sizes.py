@@ -76,6 +76,8 @@ def reduction(setting: Setting | None, shapes: list[Shape], ranks: int, inside: 
         rest = dict(setting.args.get("across", {"collective": "dense"}))
         across = Setting(plain_name(rest.pop("collective")), rest)
         return network.hierarchical(n, inside, lambda n: reduction(across, [(math.ceil(n),)], ranks // inside)[1])
+    if setting.name == "alternatinglowrank":
+        return Cost(), _alternating(setting, shapes, ranks)
     if setting.name == "lowrank":
         return Cost(), _low_rank(setting.args["rank"], setting.args.get("shrink", 0), shapes, ranks)
     if "density" in setting.args:
@@ -127,8 +129,22 @@ def _sparse(setting: Setting, n: int, ranks: int) -> Cost:
             return network.topk_allgather(k, ranks, entry)
 
 
+def _alternating(setting: Setting, shapes: list[Shape], ranks: int) -> Cost:
+    """One factor, the mean of the left and the right one, through the collective of factors."""
+    lefts, rights, whole = _factor_values(setting.args["rank"], setting.args.get("shrink", 0), shapes)
+    rest = dict(setting.args.get("factors", {"collective": "dense"}))
+    factors = Setting(plain_name(rest.pop("collective")), rest)
+    return reduction(factors, [((lefts + rights) // 2 + whole,)], ranks)[1]
+
+
 def _low_rank(rank: int, shrink: float, shapes: list[Shape], ranks: int) -> Cost:
     """Matrices (first dimension × the others) as two factors, each reduced by a ring; what would not shrink, whole."""
+    left, right, whole = _factor_values(rank, shrink, shapes)
+    return network.low_rank(FP32 * left, FP32 * right, ranks) + network.dense_ring(FP32 * whole, ranks)
+
+
+def _factor_values(rank: int, shrink: float, shapes: list[Shape]) -> tuple[int, int, int]:
+    """Values of all left factors, of all right ones, and of what travels whole."""
     left = right = whole = 0
     for shape in shapes:
         rows, columns = shape[0], values(shape[1:])
@@ -139,4 +155,4 @@ def _low_rank(rank: int, shrink: float, shapes: list[Shape], ranks: int) -> Cost
             whole += values(shape)
         else:
             left, right = left + r * rows, right + r * columns
-    return network.low_rank(FP32 * left, FP32 * right, ranks) + network.dense_ring(FP32 * whole, ranks)
+    return left, right, whole

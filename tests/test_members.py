@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from datetime import timedelta
 
 import pytest
 import torch
@@ -12,25 +11,14 @@ import torch.distributed as dist
 import thinwire as tw
 from thinwire import collectives as c
 from thinwire.collectives.groups import Metered, elastic, is_alone, unmetered, world
-from thinwire.collectives.members import DirectMembers, Elastic
+from thinwire.collectives.members import Elastic
 from thinwire.collectives.messages import all_reduce, gather, maximum
 from thinwire.distributed.values import broadcast_json, gather_json, tensors_on_first
+from thinwire.elastic.mesh import Mesh
 from thinwire.errors import UsageError
 
 SIZE = 3
 LIMIT = 30.0
-
-
-class Unlisted(DirectMembers):
-    """A group of Gloo that was made by hand."""
-
-    backends = "gloo"
-
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self.group = dist.ProcessGroupGloo(store, rank, SIZE, timedelta(seconds=LIMIT))
-
-    def process_group(self) -> dist.ProcessGroup:
-        return self.group
 
 
 def on_members(work) -> list:
@@ -38,7 +26,7 @@ def on_members(work) -> list:
     store, out = dist.HashStore(), {}
 
     def member(rank: int) -> None:
-        out[rank] = work(Unlisted(store, rank))
+        out[rank] = work(Mesh(store, rank, SIZE, "127.0.0.1", LIMIT))
 
     threads = [threading.Thread(target=member, args=(rank,), daemon=True) for rank in range(SIZE)]
     for thread in threads:
@@ -48,7 +36,7 @@ def on_members(work) -> list:
     return [out[rank] for rank in range(SIZE)]
 
 
-def exchanges(group: Unlisted) -> list:
+def exchanges(group: Mesh) -> list:
     """Every primitive once, directly and by the backend's own collectives (many values)."""
     rank = world(group)[1]
     few, many = torch.full((4,), float(rank)), torch.full((300_000,), float(rank))
@@ -74,7 +62,7 @@ def test_collectives_need_only_what_members_can_do():
     assert total.unique().tolist() == [3.0] and said == {"from": 1} and ranks == [0, 1, 2]
 
 
-def refusal(group: Unlisted) -> str:
+def refusal(group: Mesh) -> str:
     with pytest.raises(UsageError) as refused:
         c.Hierarchical(per_host=1).exchange(torch.ones(8), group, state={})
     assert not is_alone(group) and elastic(group) is None
@@ -84,21 +72,18 @@ def refusal(group: Unlisted) -> str:
 
 
 def test_what_needs_a_group_of_torch_says_so():
-    assert on_members(refusal)[0] == "Unlisted: this needs a process group of torch, whose ranks stay"
+    assert on_members(refusal)[0] == "Mesh: this needs a process group of torch, whose ranks stay"
 
 
-class Alone(DirectMembers, Elastic):
+class Alone(Mesh, Elastic):
     """A quorum of one."""
 
-    backends, number, committed, counted = "gloo", 1, -1, True
+    number, committed, counted = 1, -1, True
 
     def __init__(self) -> None:
-        self.group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=LIMIT))
+        super().__init__(dist.HashStore(), 0, 1, "127.0.0.1", LIMIT)
         self.staged: list = []
         self.told: dict = {}
-
-    def process_group(self) -> dist.ProcessGroup:
-        return self.group
 
     def begin(self) -> None: ...
 

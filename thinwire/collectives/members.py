@@ -107,40 +107,6 @@ class Elastic(Members):
         """What a newcomer has to know. save: gives it, on a member. load: takes it, on a newcomer."""
 
 
-class DirectMembers(Members):
-    """A process group by its own methods, whether torch.distributed has it in its lists or not."""
-
-    @abstractmethod
-    def process_group(self) -> dist.ProcessGroup:
-        """That of now."""
-
-    def world(self) -> tuple[int, int]:
-        group = self.process_group()
-        return group.size(), group.rank()
-
-    def isend(self, x: Tensor, peer: int, tag: int = 0) -> dist.Work:
-        return self.process_group().send([x], peer, tag)
-
-    def irecv(self, x: Tensor, peer: int, tag: int = 0) -> dist.Work:
-        return self.process_group().recv([x], peer, tag)
-
-    def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> list[dist.Work]:
-        return [self.irecv(x, peer) for x, peer in receives] + [self.isend(x, peer) for x, peer in sends]
-
-    def all_gather(self, out: list[Tensor], x: Tensor) -> None:
-        self.process_group().allgather([out], [x]).wait()
-
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(op)
-        self.process_group().allreduce([x], options).wait()
-
-    def broadcast(self, x: Tensor, source: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = source
-        self.process_group().broadcast([x], options).wait()
-
-
 class TorchMembers(Members):
     """One of torch's process groups; None: the default one."""
 

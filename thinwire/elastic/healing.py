@@ -106,7 +106,7 @@ class Healing:
         with connection:
             connection.settimeout(self.timeout)
             try:
-                request = json.loads(_line(connection))
+                request = json.loads(read_line(connection))
                 if not secrets.compare_digest(str(request["token"]), self.token):
                     return
                 snapshot = self._of_step(int(request["step"]))
@@ -163,7 +163,7 @@ class _Fetch:
             self.connection = None
 
 
-def _line(connection: socket.socket) -> bytes:
+def read_line(connection: socket.socket) -> bytes:
     """A line of at most LONGEST_REQUEST bytes."""
     found = b""
     while not found.endswith(b"\n"):

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from thinwire.collectives.groups import ALONE, Group, world
-from thinwire.collectives.members import DirectMembers, Elastic, Saved
+from thinwire.collectives.members import Elastic, Message, Saved
 from thinwire.distributed.values import broadcast_json, gather_json
 from thinwire.elastic.healing import Healing
+from thinwire.elastic.mesh import Mesh
 from thinwire.elastic.packing import nbytes
 from thinwire.elastic.require import require_torchft
 from thinwire.errors import InvalidExchange, RunFailed, UsageError
-from thinwire.torch_private.torchft import is_connected, quorum_number
+from thinwire.torch_private.torchft import connections, mesh_of, quorum_number
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -36,7 +38,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class Quorum(DirectMembers, Elastic):
+class Quorum(Elastic):
     """The members that train now. Taken wherever a process group is by `Reducer`, `LocalSteps` and `tw.all_reduce`.
 
         quorum = tw.elastic.Quorum({"model": model, "optimizer": optimizer}, lighthouse.address)
@@ -53,7 +55,7 @@ class Quorum(DirectMembers, Elastic):
     UsageError where torchft is not installed, or an argument is not allowed.
     """
 
-    backends = "gloo"
+    backends = Mesh.backends
 
     def __init__(
         self, state: Mapping[str, Stateful], lighthouse: str, *, host: str = "127.0.0.1", min_members: int = 1,
@@ -61,13 +63,13 @@ class Quorum(DirectMembers, Elastic):
         inside: Group = ALONE,
     ) -> None:  # fmt: skip
         require_torchft()
-        from torchft import Manager, ProcessGroupGloo
+        from torchft import Manager
 
         if min_members < 1 or timeout <= 0 or patience <= 0:
             raise UsageError(f"min_members {min_members}, timeout {timeout}, patience {patience}: all must be above 0")
         self.slow = slow
         self.timeout = timedelta(seconds=timeout)
-        self.connections = ProcessGroupGloo(timeout=self.timeout)
+        self.connections = connections(lambda store, rank, size: Mesh(store, rank, size, host, timeout), self.timeout)
         self.healing = Healing(host, timeout, self._most_bytes)
         self.inside = inside
         ranks, rank = world(inside)
@@ -129,11 +131,36 @@ class Quorum(DirectMembers, Elastic):
     def counted(self) -> bool:
         return self.undecided is None
 
-    def process_group(self) -> dist.ProcessGroup:
+    # --- messages
+
+    def _mesh(self) -> Mesh:
         self._begun()
-        if not is_connected(self.connections):
+        found = mesh_of(self.connections)
+        if found is None:
             raise RuntimeError("the connections to the other members were closed in this step")
-        return self.connections.parent
+        assert isinstance(found, Mesh)
+        return found
+
+    def world(self) -> tuple[int, int]:
+        return self._mesh().world()
+
+    def isend(self, x: Tensor, peer: int, tag: int = 0) -> dist.Work:
+        return self._mesh().isend(x, peer, tag)
+
+    def irecv(self, x: Tensor, peer: int, tag: int = 0) -> dist.Work:
+        return self._mesh().irecv(x, peer, tag)
+
+    def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> list[dist.Work]:
+        return self._mesh().post(receives, sends)
+
+    def all_gather(self, out: list[Tensor], x: Tensor) -> None:
+        self._mesh().all_gather(out, x)
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        self._mesh().all_reduce(x, op)
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        self._mesh().broadcast(x, source)
 
     # --- a step
 
@@ -231,7 +258,9 @@ class Quorum(DirectMembers, Elastic):
 
     def close(self) -> None:
         """Leave; the others go on."""
-        self.connections.shutdown()
+        mesh = mesh_of(self.connections)
+        if mesh is not None:
+            mesh.close()
         if self.manager is None:
             self.healing.shutdown()
         else:

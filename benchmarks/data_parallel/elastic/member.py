@@ -82,7 +82,9 @@ class Life:
     round, 0 where it is not given. data: to train on.
 
     The samples of a step follow from its number, and are dealt to those who are there, so that runs with and without
-    deaths train on the same ones. Those of an inner step follow from the round and the site's place in the last one.
+    deaths train on the same ones. Local steps take them from one row of batches: a round begins where those end that
+    counted so far, and every site takes ten by its place in the last round. A run of local steps ends after as many
+    samples as `steps` rounds of all members have.
     """
 
     def __init__(self, options: dict[str, Any], data: Tensor, host: str, lighthouse: str, name: str) -> None:
@@ -135,15 +137,22 @@ class Life:
     def steps(self) -> int:
         return int(self.manager.current_step() if self.method == "torchft" else self.quorum.steps)
 
+    @property
+    def progress(self) -> float:
+        """The share of the run's samples that have counted."""
+        if self.local is None:
+            return self.steps / self.options["steps"]
+        return self.local.meetings.tokens / (self.options["steps"] * self.options["members"] * EVERY)
+
     def about(self) -> dict[str, Any]:
         """What is noted of a step."""
         if self.method == "torchft":
-            return {"size": self.manager.num_participants(), "residual": None, "sent": 0, "healed": 0}
+            return {"size": self.manager.num_participants(), "residual": None, "sent": 0, "healed": 0, "progress": 0}
         exchange = self.local.site.exchange if self.local is not None else self.reducer.exchange
         size = self.local.site.sites if self.local is not None else self.reducer.size
         return {
             "size": size, "residual": exchange.residual_norm(), "sent": exchange.sent,
-            "healed": self.quorum.healing.received,
+            "healed": self.quorum.healing.received, "progress": self.progress,
         }  # fmt: skip
 
     def digest(self) -> str:
@@ -158,7 +167,7 @@ class Life:
     def step(self) -> bool:
         """One step, or one round of local steps: did it count?"""
         for group in self.optimizer.param_groups:
-            group["lr"] = RATE * max(0.02, 1 - self.steps / self.options["steps"])
+            group["lr"] = RATE * max(0.02, 1 - self.progress)
         time.sleep(self.options.get("rest", 0.0))
         if self.local is not None:
             return self._round()
@@ -174,8 +183,7 @@ class Life:
         return counts
 
     def _round(self) -> bool:
-        place, number = self.local.site.exchange.place[1], self.steps
-        for x, y in self._inner(number, place):
+        for x, y in self._inner():
             nn.functional.cross_entropy(self.model(x), y).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -183,9 +191,10 @@ class Life:
                 return True
         raise AssertionError("a round has no end")
 
-    def _inner(self, number: int, place: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _inner(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of a site in a round."""
-        g = generator(self.options["seed"], number, place)
+        place = self.local.site.exchange.place[1]
+        g = generator(self.options["seed"], round(self.local.meetings.tokens / EVERY) + place)
         while True:
             yield batch(self.data, g, BATCH)
 

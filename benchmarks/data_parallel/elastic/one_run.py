@@ -5,10 +5,11 @@
     python benchmarks/data_parallel/elastic/one_run.py --method local         # or torchft, or a preset; --deaths 0
 
 A model of a million parameters predicts the next byte of this project's documentation. A run ends when `--steps` steps
-have counted, or as many rounds of ten local steps. Whoever is there, a step has the same samples. Printed as one line
-of JSON: the longest time between two steps that counted (from the first one with all four on), in how many steps
-weights differed between members (0 is right), held-out loss, deaths, steps that did not count, residuals that were lost
-with the dead (their norm beside that of a survivor), and the bytes that crossed the members' links.
+have counted, or as many samples as in as many rounds of ten local steps of all members. Whoever is there, a step has
+the same samples, and a run as many. Printed as one line of JSON: the longest time between two steps that counted (from
+the first one with all four on), in how many steps weights differed between members (0 is right), held-out loss, deaths,
+steps that did not count, residuals that were lost with the dead (their norm beside that of a survivor), and the bytes
+that crossed the members' links.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ def live(home: Path, options: dict[str, Any], host: str, lighthouse: str, name: 
     """One life of a member; the first one at the end says so."""
 
     def ended(one: Life) -> bool:
-        done = one.steps >= options["steps"]
-        return done or (home / "finished").exists()  # who comes after the end does not begin anew
+        return one.progress >= 1 or (home / "finished").exists()  # who comes after the end does not begin anew
 
     loss = train(home / f"{name}.{life}", options, host, lighthouse, name, ended)
     if not (home / "finished").exists():  # who came after the end has not trained
@@ -173,7 +173,8 @@ def summarise(found: dict[str, list[dict[str, Any]]], members: int) -> dict[str,
     times = [first[step] for step in sorted(first) if step >= begun]
     gaps = [b - a for a, b in itertools.pairwise(times)]
     return {
-        "steps": len(first), "seconds": times[-1] - times[0], "longest_pause": max(gaps),
+        "steps": len(first), "progress": max(x["progress"] for lines in found.values() for x in lines),
+        "seconds": times[-1] - times[0], "longest_pause": max(gaps),
         "pauses_over_5_s": sum(gap > 5 for gap in gaps), "median_step": statistics.median(gaps),
         "steps_with_different_weights": sum(len(found) > 1 for found in weights.values()),
         "member_steps": sum(len(lines) for lines in found.values()), "member_steps_not_counted": failed,

@@ -107,6 +107,47 @@ class Elastic(Members):
         """What a newcomer has to know. save: gives it, on a member. load: takes it, on a newcomer."""
 
 
+class DirectMembers(Members):
+    """A process group by its own methods, whether torch.distributed has it in its lists or not."""
+
+    @abstractmethod
+    def process_group(self) -> dist.ProcessGroup:
+        """That of now."""
+
+    def world(self) -> tuple[int, int]:
+        group = self.process_group()
+        return group.size(), group.rank()
+
+    def isend(self, x: Tensor, peer: int, tag: int = 0) -> dist.Work:
+        return self.process_group().send([x], peer, tag)
+
+    def irecv(self, x: Tensor, peer: int, tag: int = 0) -> dist.Work:
+        return self.process_group().recv([x], peer, tag)
+
+    def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> list[dist.Work]:
+        return [self.irecv(x, peer) for x, peer in receives] + [self.isend(x, peer) for x, peer in sends]
+
+    def all_gather(self, out: list[Tensor], x: Tensor) -> None:
+        group = self.process_group()
+        self.finish(group, group.allgather([out], [x]))
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(op)
+        group = self.process_group()
+        self.finish(group, group.allreduce([x], options))
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        group = self.process_group()
+        self.finish(group, group.broadcast([x], options))
+
+    def finish(self, group: dist.ProcessGroup, work: dist.Work) -> None:
+        """Wait for a collective of the group."""
+        work.wait()
+
+
 class TorchMembers(Members):
     """One of torch's process groups; None: the default one."""
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.distributed as dist
-from torch import Tensor
 
 from thinwire.collectives.groups import ALONE, Group, world
-from thinwire.collectives.members import Elastic, Message, Saved
+from thinwire.collectives.members import Elastic, Saved
 from thinwire.distributed.values import broadcast_json, gather_json
+from thinwire.elastic.alarm import Alarm
+from thinwire.elastic.alarmed import AlarmedMembers
 from thinwire.elastic.healing import Healing
-from thinwire.elastic.mesh import Mesh
 from thinwire.elastic.packing import nbytes
 from thinwire.elastic.require import require_torchft
 from thinwire.errors import InvalidExchange, RunFailed, UsageError
-from thinwire.torch_private.torchft import connections, mesh_of, quorum_number
+from thinwire.torch_private.torchft import alarmed_gloo, is_connected, quorum_number
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -38,7 +38,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class Quorum(Elastic):
+class Quorum(AlarmedMembers, Elastic):
     """The members that train now. Taken wherever a process group is by `Reducer`, `LocalSteps` and `tw.all_reduce`.
 
         quorum = tw.elastic.Quorum({"model": model, "optimizer": optimizer}, lighthouse.address)
@@ -55,7 +55,7 @@ class Quorum(Elastic):
     UsageError where torchft is not installed, or an argument is not allowed.
     """
 
-    backends = Mesh.backends
+    backends = "gloo"
 
     def __init__(
         self, state: Mapping[str, Stateful], lighthouse: str, *, host: str = "127.0.0.1", min_members: int = 1,
@@ -69,7 +69,9 @@ class Quorum(Elastic):
             raise UsageError(f"min_members {min_members}, timeout {timeout}, patience {patience}: all must be above 0")
         self.slow = slow
         self.timeout = timedelta(seconds=timeout)
-        self.connections = connections(lambda store, rank, size: Mesh(store, rank, size, host, timeout), self.timeout)
+        self.connections = alarmed_gloo(
+            lambda store, rank, size: Alarm(store, rank, size, host, timeout), self.timeout
+        )  # fmt: skip
         self.healing = Healing(host, timeout, self._most_bytes)
         self.inside = inside
         ranks, rank = world(inside)
@@ -131,36 +133,17 @@ class Quorum(Elastic):
     def counted(self) -> bool:
         return self.undecided is None
 
-    # --- messages
-
-    def _mesh(self) -> Mesh:
+    def process_group(self) -> dist.ProcessGroup:
         self._begun()
-        found = mesh_of(self.connections)
-        if found is None:
+        if not is_connected(self.connections):
             raise RuntimeError("the connections to the other members were closed in this step")
-        assert isinstance(found, Mesh)
+        return self.connections.parent
+
+    @property
+    def alarm(self) -> Alarm:
+        found = self.connections.alarm
+        assert isinstance(found, Alarm), "there is no group"
         return found
-
-    def world(self) -> tuple[int, int]:
-        return self._mesh().world()
-
-    def isend(self, x: Tensor, peer: int, tag: int = 0) -> dist.Work:
-        return self._mesh().isend(x, peer, tag)
-
-    def irecv(self, x: Tensor, peer: int, tag: int = 0) -> dist.Work:
-        return self._mesh().irecv(x, peer, tag)
-
-    def post(self, receives: Sequence[Message], sends: Sequence[Message]) -> list[dist.Work]:
-        return self._mesh().post(receives, sends)
-
-    def all_gather(self, out: list[Tensor], x: Tensor) -> None:
-        self._mesh().all_gather(out, x)
-
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        self._mesh().all_reduce(x, op)
-
-    def broadcast(self, x: Tensor, source: int) -> None:
-        self._mesh().broadcast(x, source)
 
     # --- a step
 
@@ -205,7 +188,7 @@ class Quorum(Elastic):
         self.staged.append(settle)
 
     def report(self, error: Exception) -> None:
-        """As Elastic says. Where a member was lost the connections are closed, so that nobody waits for this one."""
+        """As Elastic says. Where a member was lost the alarm rings, so that nobody waits for this one."""
         manager = self._begun()
         if manager.errored() is None:
             log.warning("thinwire: a step does not count: %s", error)
@@ -258,9 +241,7 @@ class Quorum(Elastic):
 
     def close(self) -> None:
         """Leave; the others go on."""
-        mesh = mesh_of(self.connections)
-        if mesh is not None:
-            mesh.close()
+        self.connections.leave()
         if self.manager is None:
             self.healing.shutdown()
         else:

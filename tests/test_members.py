@@ -121,7 +121,7 @@ def test_an_alarm_that_is_left_does_not_ring():
         rank, x = world(group)[1], torch.ones(4)
         if rank == 2:
             group.alarm.leave()
-            group.isend(x, 1).wait()
+            group.group.send([x], 1, 0).wait()
             return []
         if rank == 1:
             group.irecv(x, 2).wait()  # it had left

@@ -91,13 +91,13 @@ def killed_in_a_message(rank: int, folder: str) -> None:
         group.isend(large, 0)
         os.kill(os.getpid(), signal.SIGKILL)
     arriving = group.irecv(large.zero_(), 2) if rank == 0 else group.irecv(small, 0)
-    if rank == 0:
-        group.isend(small, 2).wait()
+    told = group.isend(small, 2) if rank == 0 else None  # not waited for: 2 may be gone by then
     try:
         arriving.wait()
         said = "it came"
     except RuntimeError as error:
         said = str(error)
+    assert told or rank
     assert not large.any() or rank, "what comes late, or in part, is not in the caller's memory"
     Path(folder, str(rank)).write_text(said)
     os._exit(0)  # the thread that waits for Gloo has ten minutes
@@ -125,9 +125,10 @@ def test_an_alarm_that_is_left_does_not_ring():
             return []
         if rank == 1:
             group.irecv(x, 2).wait()  # it had left
-            group.isend(x, 0).wait()
+            sent = group.isend(x, 0)  # not waited for: 0 may have given up by then
             with pytest.raises(RuntimeError, match="member 0 gave the step up"):
                 group.irecv(x, 0).wait()
+            assert sent
             return [group.alarm.reason]
         group.irecv(x, 1).wait()
         group.alarm.ring("a test gives up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ from thinwire.collectives.groups import Metered, elastic, is_alone, unmetered, w
 from thinwire.collectives.members import Elastic
 from thinwire.collectives.messages import all_reduce, gather, maximum
 from thinwire.distributed.values import broadcast_json, gather_json, tensors_on_first
+from thinwire.elastic.line import HEADER
 from thinwire.elastic.mesh import Mesh
 from thinwire.errors import UsageError
 
@@ -28,12 +30,15 @@ def on_members(work) -> list:
     def member(rank: int) -> None:
         out[rank] = work(Mesh(store, rank, SIZE, "127.0.0.1", LIMIT))
 
-    threads = [threading.Thread(target=member, args=(rank,), daemon=True) for rank in range(SIZE)]
+    join([threading.Thread(target=member, args=(rank,), daemon=True) for rank in range(SIZE)])
+    return [out[rank] for rank in range(SIZE)]
+
+
+def join(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT)
-    return [out[rank] for rank in range(SIZE)]
 
 
 def exchanges(group: Mesh) -> list:
@@ -127,3 +132,56 @@ def test_a_newcomer_with_other_settings_is_refused():
     with pytest.raises(UsageError, match=r"differs from the quorum in seed: 0 against 7"):
         load(told | {"config": told["config"] | {"seed": "7"}})
     reducer.close()
+
+
+def test_a_connection_that_breaks_in_mid_message_ends_every_wait_at_once():
+    """Member 2 has sent half of a message, and dies; member 1 notices, and closes its own. The time-out is far away."""
+    store, meshes = dist.HashStore(), {}
+
+    def member(rank: int) -> None:
+        meshes[rank] = Mesh(store, rank, SIZE, "127.0.0.1", 10 * LIMIT)
+
+    join([threading.Thread(target=member, args=(rank,), daemon=True) for rank in range(SIZE)])
+    big, ended = 1 << 24, {}
+
+    def wait(name: str, work: dist.Work) -> None:
+        with pytest.raises(RuntimeError) as broken:
+            work.wait()
+        ended[name] = str(broken.value)
+
+    arriving = meshes[0].irecv(torch.empty(big, dtype=torch.uint8), 2)
+    leaving = meshes[0].isend(torch.zeros(8 * big, dtype=torch.uint8), 1)  # more than its buffers take: nobody reads
+    meshes[1].lines[0].connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    waits = {"arriving": arriving, "leaving": leaving, "behind": meshes[0].irecv(torch.empty(4), 1)}
+    threads = [threading.Thread(target=wait, args=item, daemon=True) for item in waits.items()]
+    for thread in threads:
+        thread.start()
+    line = meshes[2].lines[0]
+    line.connection.sendall(HEADER.pack(0, big) + bytes(big // 2))
+    meshes[2].abort()
+    meshes[1].abort()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert sorted(ended) == ["arriving", "behind", "leaving"], ended
+    assert "member 2 broke" in ended["arriving"] and "member 1 broke" in ended["behind"]
+    with pytest.raises(RuntimeError):
+        meshes[0].isend(torch.ones(1), 2)
+
+
+def test_messages_that_nobody_expects_yet_wait_in_their_order():
+    def work(group: Mesh) -> list:
+        rank = group.world()[1]
+        sends = [group.isend(torch.full((n,), float(n)), 0, tag) for n, tag in ((1, 5), (0, 5), (3, 7))] if rank else []
+        for send in sends:
+            send.wait()
+        if rank:
+            return []
+        found = [torch.empty(n) for n in (3, 1, 0)]
+        for x, tag in zip(found, (7, 5, 5)):
+            group.irecv(x, 2, tag).wait()
+        wrong = group.irecv(torch.empty(2), 1, 5)
+        with pytest.raises(RuntimeError, match=r"8 bytes of member 1 were expected, and 4 came|broke"):
+            wrong.wait()
+        return [x.tolist() for x in found]
+
+    assert on_members(work)[0] == [[3.0, 3.0, 3.0], [1.0], []]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.members import Members, Message
-from thinwire.elastic.healing import read_line
+from thinwire.elastic.fetching import read_line
 from thinwire.elastic.line import Line, Receipt
 
 MEETING = 2  # members that were told of a quorum connect within the time-out divided by this

@@ -137,7 +137,7 @@ def measure(seed: int, seconds: float, grace: float, heal: str) -> dict[str, Any
         out.mkdir()
         path.write_text(RUN.format(out=out, seed=seed, heal=heal))
         addresses = [str(host.address) for host in net.hosts]
-        job = net.start(_on_host, load(path), addresses, per_host=RANKS, echo=False)
+        job = net.start(_on_host, load(path), addresses, per_host=RANKS, echo=False, separate=True)
         hosts = Hosts(net, job, out)
         while steps_of(out) < 3 and job.seconds < 120:
             job.watch(0.1)

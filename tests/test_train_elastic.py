@@ -179,7 +179,7 @@ class Rank:
         self.adam = torch.optim.AdamW(self.model.parameters(), 0.1)
         self.healing = Healing("127.0.0.1", 5.0, lambda: 1 << 20)
         shared = Shared(dict(self.model.named_parameters()), self.adam, {}, True, lambda whole: None)
-        self.late = Late(shared, self.healing, folder, bool, self.optimise)
+        self.late = Late(shared, self.healing, folder, self.optimise)
 
     def optimise(self, rate: float, norm: float) -> None:
         for group in self.adam.param_groups:

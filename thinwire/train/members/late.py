@@ -21,6 +21,7 @@ from thinwire.elastic.healing import Healing
 from thinwire.elastic.streams import Fetching
 from thinwire.errors import RunFailed
 from thinwire.train.data.batches import Batches
+from thinwire.train.members.inside import any_rank
 from thinwire.train.members.state import Shared
 
 LARGE = 64 << 20  # bytes of weights and moments above which others do not wait for them
@@ -41,18 +42,16 @@ def comes_later(chosen: str, named: Mapping[str, nn.Parameter]) -> bool:
 class Late:
     """Of one rank.
 
-    shared: whose tensors come late. healing: serves them to others. folder: where means wait. any_rank: of the
-    member's, says so? optimise: a step of the optimiser with .grad, of rate and norm.
+    shared: whose tensors come late. healing: serves them to others. folder: where means wait. optimise: a step of the
+    optimiser with .grad, of rate and norm.
     """
 
     def __init__(
-        self, shared: Shared, healing: Healing, folder: Path, any_rank: Callable[[bool], bool],
-        optimise: Callable[[float, float], None],
-    ) -> None:  # fmt: skip
+        self, shared: Shared, healing: Healing, folder: Path, optimise: Callable[[float, float], None]
+    ) -> None:
         self.shared = shared
         self.healing = healing
         self.folder = folder
-        self.any_rank = any_rank
         self.optimise = optimise
         self.fetching: Fetching | None = None
         self.kept: dict[int, tuple[float, float]] = {}  # step → rate, norm
@@ -94,7 +93,7 @@ class Late:
         if self.is_whole:
             return ""
         self._fetch()
-        return "" if self.any_rank(self.fetching is None or not self.fetching.done) else self._catch_up(now)
+        return "" if any_rank(self.fetching is None or not self.fetching.done) else self._catch_up(now)
 
     def wait_to_the_end(self, now: int, patience: float) -> str:
         """After the last step: as `proceed`, until it is here. RunFailed where it does not come."""
@@ -102,7 +101,7 @@ class Late:
         said = ""
         while not self.is_whole:
             failed = time.monotonic() > deadline or (self.fetching is not None and bool(self.fetching.failed))
-            if self.any_rank(failed):
+            if any_rank(failed):
                 raise RunFailed("the run has ended before the others' state was here")
             said = self.proceed(now)
             time.sleep(POLL)

@@ -30,8 +30,8 @@ from thinwire.train.config.sections import TrainConfig
 from thinwire.train.data.batches import Batch
 from thinwire.train.learning_rate import rate
 from thinwire.train.members.checks import alone, unit
-from thinwire.train.members.evaluate import held_out_loss
 from thinwire.train.members.gradients import COUNTED, Gradients
+from thinwire.train.members.inside import any_rank, held_out_loss
 from thinwire.train.members.late import Late, comes_later
 from thinwire.train.members.roll import Roll
 from thinwire.train.members.state import Numbers, Shared, checkpoint, restore
@@ -79,9 +79,8 @@ class MemberTrainer:
         )  # fmt: skip
         wire = select(alone(config), checked.wire, None, self.parts.stages, self.parts.named)
         self.gradients = Gradients(self.parts, wire, self.quorum)
-        self.late = Late(
-            self.shared, self.quorum.healing, self.out / f"means-{self.rank}", self._any, self.gradients.optimise
-        )
+        means = self.out / f"means-{self.rank}"
+        self.late = Late(self.shared, self.quorum.healing, means, self.gradients.optimise)
         self.roll = Roll(config.run.slow)
         self.bad = 0  # attempts at this step that gave NaN or Inf
         self.met = -1  # the quorum whose members are known
@@ -155,7 +154,7 @@ class MemberTrainer:
         if self.metrics is None and self.rank == 0:
             self.metrics = Metrics(self.out, self.step if self.resume else None, self.config.run.loggers)
         if not self._meet():
-            self.leaves = self._any(self.stop.asked)
+            self.leaves = any_rank(self.stop.asked)
             self.quorum.commit()
             return False
         self.late.offer(self.step)
@@ -192,22 +191,20 @@ class MemberTrainer:
         """RunFailed where the same samples have given NaN or Inf ATTEMPTS times in a row. told: as `_tell` gave it."""
         self.bad += bool(told.numel()) and not bool(told[:, 0].isfinite().all())
         if self.bad == ATTEMPTS:
-            raise RunFailed(
-                f"step {self.step + 1} gave NaN or Inf {ATTEMPTS} times in a row: lower [optim] lr, or clip"
-            )
+            raise RunFailed(f"step {self.step + 1} gave NaN or Inf {ATTEMPTS} times in a row: lower [optim] lr")
 
     def _meet(self) -> bool:
         """Learn who is there, where that has changed. False: a rank of this member cannot, and so none takes part."""
         if self.quorum.number == self.met:
             return True
         present: list[Any] = []
-        if self._any(not self.late.is_whole) and self.late.is_whole:
+        if any_rank(not self.late.is_whole) and self.late.is_whole:
             self.late.begin()  # another rank of this member waits for its part
         try:
             present = gather_json([self.name, self.quorum.healing.token[:8], *self.late.about()], self.quorum)
         except RuntimeError as error:
             self.quorum.report(error)
-        if self._any(not present):
+        if any_rank(not present):
             self.quorum.report(InvalidExchange("another rank of this member has no connections"))
             return False
         self.met = self.quorum.number
@@ -229,7 +226,7 @@ class MemberTrainer:
         batch = self._deal()
         began = time.perf_counter()
         loss = self.gradients.backward(batch)
-        computed = (time.perf_counter() - began) / max(1, len(batch.ids))
+        computed = (time.perf_counter() - began) / len(batch.ids) if len(batch.ids) else 0.0
         faults = self.gradients.faults()
         self.gradients.exchange()
         own = [self.parts.update.tied_checksum(), loss, self.gradients.squares(), faults, self.stop.asked]
@@ -242,10 +239,6 @@ class MemberTrainer:
         if faults:
             self.quorum.report(InvalidExchange("messages inside this member were damaged"))
         return self._tell([loss, computed, self.late.is_whole, *total]), math.sqrt(squares)
-
-    def _any(self, said: bool) -> bool:
-        """Of the member's ranks."""
-        return any(bool(one) for one in gather(torch.tensor([said]), None))
 
     def _deal(self) -> Batch:
         """This member's part of the step's samples."""

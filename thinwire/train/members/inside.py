@@ -1,4 +1,4 @@
-"""The held-out loss of a member, which computes all of it: weights are the same on all."""
+"""What the ranks of a member do together: torch's default process group."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from thinwire.train.config.sections import TrainConfig
 from thinwire.train.data.batches import held_out_batches
 
 
+def any_rank(said: bool) -> bool:
+    """Does any of them say so? All ask."""
+    return any(bool(one) for one in gather(torch.tensor([said]), None))
+
+
 def held_out_loss(parts: Parts, config: TrainConfig) -> float:
-    """The mean, equal on all ranks of the member; NaN without held-out samples. parts: of this rank."""
+    """The mean over all held-out samples, of which a member computes all; equal on its ranks; NaN without any."""
     engine = parts.engine
     replicas, engine.loss.replicas = engine.loss.replicas, 1
     total, labels = 0.0, 0

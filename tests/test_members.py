@@ -179,9 +179,8 @@ def test_messages_that_nobody_expects_yet_wait_in_their_order():
         found = [torch.empty(n) for n in (3, 1, 0)]
         for x, tag in zip(found, (7, 5, 5)):
             group.irecv(x, 2, tag).wait()
-        wrong = group.irecv(torch.empty(2), 1, 5)
-        with pytest.raises(RuntimeError, match=r"8 bytes of member 1 were expected, and 4 came|broke"):
-            wrong.wait()
+        with pytest.raises(RuntimeError, match=r"8 bytes of member 1 were expected, and 4 came"):
+            group.irecv(torch.empty(2), 1, 5).wait()
         return [x.tolist() for x in found]
 
     assert on_members(work)[0] == [[3.0, 3.0, 3.0], [1.0], []]

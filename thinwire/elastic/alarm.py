@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.elastic.aside import Aside
-from thinwire.elastic.healing import read_line
+from thinwire.elastic.fetching import read_line
 
 MEETING = 2  # members that were told of a quorum connect within the time-out divided by this
 LEFT, GIVEN_UP = b"l", b"g"  # the only byte that such a connection carries, before its end

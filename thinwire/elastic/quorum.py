@@ -45,8 +45,8 @@ class Quorum(AlarmedMembers, Elastic):
 
     state: what a newcomer takes from a member, by name: weights, moments, schedules. What thinwire itself keeps takes
     care of itself. lighthouse: its address. host: this member's address, by which the others reach it. min_members:
-    with fewer a step does not count. timeout: seconds that a message may take; a member that lets others wait longer
-    is left out. patience: seconds to wait for the others at the beginning of a step: more than a step takes, with local
+    with fewer a step does not count. timeout: seconds without a byte; a member that lets others wait longer is left
+    out. patience: seconds to wait for the others at the beginning of a step: more than a step takes, with local
     steps more than a round. name: shown in logs. slow: with local steps a site whose inner step takes more than so many
     times the others' median makes fewer of them in a round; None: all make as many. inside: the process group of this
     member's ranks, where it has several, as a pipeline has: its rank r meets rank r of the other members, and a step

@@ -1,7 +1,8 @@
 """One life of a member: what it trains, and how its gradients are averaged. Used by one_run.py and faults.py.
 
-Methods: a preset of `[wire]` (by `Reducer`), "local" (`LocalSteps`), "torchft" (torchft alone: its all-reduce in fp32
-and its own transport of state).
+Methods: a preset of `[wire]` (by `Reducer`), "local" (`LocalSteps` with SparseLoCo's wire), "local-dense" (with four
+bits per value, and DiLoCo's outer optimiser), "torchft" (torchft alone: its all-reduce in fp32 and its own transport of
+state).
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ CONTEXT, BATCH = 32, 64  # of the latter per member, where all are there
 DOCS = Path(__file__).parents[3] / "docs"
 EVERY = 10  # inner steps of a round of local steps
 RATE = 1e-3
+LOCAL = {
+    "local": {"preset": "sparseloco", "every": EVERY},
+    "local-dense": {"preset": "diloco", "wire": "max", "every": EVERY},
+}
 PRELOAD = ("torch", "torch._dynamo", "torchft", "member")  # imported once per lab
 
 
@@ -101,12 +106,11 @@ class Life:
         if self.method == "torchft":
             self._join_torchft(host, lighthouse, name, limits)
             return
-        state = {} if self.method == "local" else {"model": self.model, "optimizer": self.optimizer}
+        state = {} if self.method in LOCAL else {"model": self.model, "optimizer": self.optimizer}
         self.quorum = tw.elastic.Quorum(state, lighthouse, host=host, name=name, **limits)
-        if self.method == "local":
-            settings = {"preset": "sparseloco", "every": EVERY}
+        if self.method in LOCAL:
             self.local = tw.parallel.LocalSteps(
-                self.model.named_parameters(), self.optimizer, settings, self.quorum, seed=options["seed"]
+                self.model.named_parameters(), self.optimizer, LOCAL[self.method], self.quorum, seed=options["seed"]
             )
         else:
             self.reducer = tw.parallel.Reducer(self.model.named_parameters(), self.method, self.quorum)

@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=4)
     parser.add_argument("--width", type=int, default=400, help="of the model: 400 is a million parameters")
     parser.add_argument("--rate", default="50mbit")
-    parser.add_argument("--method", default="max", help="a preset, off, local, or torchft")
+    parser.add_argument("--method", default="max", help="a preset, off, local, local-dense, or torchft")
     parser.add_argument("--apart", type=float, default=0.0, help="seconds between a death and the next life")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=3000)

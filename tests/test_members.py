@@ -42,10 +42,11 @@ class Unlisted(AlarmedMembers):
 
 def on_members(work) -> list:
     """work(group) on SIZE threads, each a member of one group."""
-    store, out = dist.HashStore(), {}
+    store, out, groups = dist.HashStore(), {}, {}
 
     def member(rank: int) -> None:
-        out[rank] = work(Unlisted(store, rank))
+        groups[rank] = Unlisted(store, rank)  # kept until all are through
+        out[rank] = work(groups[rank])
 
     threads = [threading.Thread(target=member, args=(rank,), daemon=True) for rank in range(SIZE)]
     for thread in threads:
@@ -133,7 +134,7 @@ def test_an_alarm_that_is_left_does_not_ring():
         group.irecv(x, 1).wait()
         group.alarm.ring("a test gives up")
         with pytest.raises(RuntimeError, match="a test gives up"):
-            group.isend(x, 1).wait()
+            group.irecv(x, 1).wait()
         return [group.alarm.reason]
 
     assert on_members(work) == [["a test gives up"], ["member 0 gave the step up"], []]

@@ -107,7 +107,7 @@ def _state(place: Path) -> dict[str, torch.Tensor]:
 def summarise(events: list[dict[str, Any]], newcomer: list[dict[str, Any]], kill: int) -> dict[str, Any]:
     steps = [event for event in events if event["kind"] == "step"]
     gaps = {event["step"]: event["time"] - before["time"] for before, event in itertools.pairwise(steps)}
-    came = next((event for event in newcomer if event["kind"] == "member"), None)
+    came = next((event for event in newcomer if event["kind"] == "member" and event["step"] >= kill), None)
     took = next((event for event in newcomer if "took the others' state after" in event.get("text", "")), None)
     said = re.search(r"(\d+) bytes, and repeated (\d+) steps", took["text"]) if took else None
     after = {step: gap for step, gap in gaps.items() if step > kill}

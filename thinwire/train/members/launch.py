@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -76,7 +77,7 @@ def _train(config: TrainConfig, lighthouse: str, host: str, name: str, resume: b
     except RuntimeError as error:
         if not is_broken_connection(error):
             raise
-        reason = str(error).strip().splitlines()[0]
+        reason = re.sub(r"^\[[^\]]*\] ", "", str(error).strip().splitlines()[0]).partition(". This is ")[0]  # Gloo's
         raise RunFailed(f"this member has lost one of its ranks, and ends: {reason}") from error
     dist.destroy_process_group()
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 import thinwire as tw
 from thinwire import collectives as c
@@ -15,19 +19,22 @@ from thinwire.collectives.groups import Metered, elastic, is_alone, unmetered, w
 from thinwire.collectives.members import DirectMembers, Elastic
 from thinwire.collectives.messages import all_reduce, gather, maximum
 from thinwire.distributed.values import broadcast_json, gather_json, tensors_on_first
+from thinwire.elastic.alarm import Alarm
+from thinwire.elastic.alarmed import AlarmedMembers
 from thinwire.errors import UsageError
 
 SIZE = 3
 LIMIT = 30.0
 
 
-class Unlisted(DirectMembers):
-    """A group of Gloo that was made by hand."""
+class Unlisted(AlarmedMembers):
+    """A group of Gloo that was made by hand, with an alarm."""
 
-    backends = "gloo"
+    backends, alarm = "gloo", None
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self.group = dist.ProcessGroupGloo(store, rank, SIZE, timedelta(seconds=LIMIT))
+    def __init__(self, store: dist.Store, rank: int, limit: float = LIMIT) -> None:
+        self.alarm = Alarm(store, rank, SIZE, "127.0.0.1", limit)
+        self.group = dist.ProcessGroupGloo(store, rank, SIZE, timedelta(seconds=limit))
 
     def process_group(self) -> dist.ProcessGroup:
         return self.group
@@ -35,10 +42,11 @@ class Unlisted(DirectMembers):
 
 def on_members(work) -> list:
     """work(group) on SIZE threads, each a member of one group."""
-    store, out = dist.HashStore(), {}
+    store, out, groups = dist.HashStore(), {}, {}
 
     def member(rank: int) -> None:
-        out[rank] = work(Unlisted(store, rank))
+        groups[rank] = Unlisted(store, rank)  # kept until all are through
+        out[rank] = work(groups[rank])
 
     threads = [threading.Thread(target=member, args=(rank,), daemon=True) for rank in range(SIZE)]
     for thread in threads:
@@ -72,6 +80,64 @@ def test_collectives_need_only_what_members_can_do():
     *_, seconds, total, most, said, ranks, arrived = first
     assert seconds.tolist() == [2.0] * 4 and most.tolist() == [2.0] * 4 and arrived
     assert total.unique().tolist() == [3.0] and said == {"from": 1} and ranks == [0, 1, 2]
+
+
+def killed_in_a_message(rank: int, folder: str) -> None:
+    """Member 2 is killed while a message to member 0 leaves, for which 1 waits."""
+    store = dist.FileStore(f"{folder}/store", SIZE)
+    group = Unlisted(store, rank, limit=600.0)
+    large, small = torch.ones(1 << 26), torch.zeros(4)
+    if rank == 2:
+        group.irecv(small, 0).wait()  # 0 has said where the message is to go, so that it leaves at once
+        group.isend(large, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    arriving = group.irecv(large.zero_(), 2) if rank == 0 else group.irecv(small, 0)
+    told = group.isend(small, 2) if rank == 0 else None  # not waited for: 2 may be gone by then
+    try:
+        arriving.wait()
+        said = "it came"
+    except RuntimeError as error:
+        said = str(error)
+    assert told or rank
+    assert not large.any() or rank, "what comes late, or in part, is not in the caller's memory"
+    Path(folder, str(rank)).write_text(said)
+    os._exit(0)  # the thread that waits for Gloo has ten minutes
+
+
+def test_who_waits_for_a_message_hears_that_a_member_was_killed(tmp_path):
+    """In the middle of it; Gloo says nothing to 0, and to 1 neither, and both would wait for ten minutes."""
+    members = mp.spawn(killed_in_a_message, (str(tmp_path),), SIZE, join=False).processes
+    for member in members:
+        member.join(300)
+        member.kill()
+    heard = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    assert "member 2 is gone" in heard, heard  # one of them may have heard it of the other
+    assert set(heard) <= {"member 2 is gone", "member 0 gave the step up", "member 1 gave the step up"}, heard
+
+
+def test_an_alarm_that_is_left_does_not_ring():
+    """Member 2 leaves, 0 and 1 go on; then 0 gives up, and 1 hears it."""
+
+    def work(group: Unlisted) -> list[str]:
+        rank, x = world(group)[1], torch.ones(4)
+        if rank == 2:
+            group.alarm.leave()
+            group.group.send([x], 1, 0).wait()
+            return []
+        if rank == 1:
+            group.irecv(x, 2).wait()  # it had left
+            sent = group.isend(x, 0)  # not waited for: 0 may have given up by then
+            with pytest.raises(RuntimeError, match="member 0 gave the step up"):
+                group.irecv(x, 0).wait()
+            assert sent
+            return [group.alarm.reason]
+        group.irecv(x, 1).wait()
+        group.alarm.ring("a test gives up")
+        with pytest.raises(RuntimeError, match="a test gives up"):
+            group.irecv(x, 1).wait()
+        return [group.alarm.reason]
+
+    assert on_members(work) == [["a test gives up"], ["member 0 gave the step up"], []]
 
 
 def refusal(group: Unlisted) -> str:

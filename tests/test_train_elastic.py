@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from safetensors.torch import load_file
 
 from thinwire import cli
 from thinwire.elastic import quorum as quorum_module
+from thinwire.elastic.healing import Healing
 from thinwire.elastic.quorum import Quorum
 from thinwire.errors import RunFailed
 from thinwire.lab.events import Event, load_events
@@ -22,7 +25,9 @@ from thinwire.train.config.sections import DataConfig
 from thinwire.train.data.batches import Batches
 from thinwire.train.data.samples import make_samples
 from thinwire.train.data.tokenizer import open_tokenizer
+from thinwire.train.members.late import Late
 from thinwire.train.members.roll import RECENT, Roll
+from thinwire.train.members.state import Shared
 from thinwire.train.metrics import read_events
 
 HOSTS = ["host0", "host1", "host2"]
@@ -98,8 +103,8 @@ def test_a_member_is_killed_and_comes_again_and_the_run_is_resumed(tmp_path, cap
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
 def test_members_that_are_pipelines(tmp_path, capsys):
-    """Two members of two stages each, with a tied embedding; one is killed, and takes the other's state stage by stage.
-    Both are needed, so that they end together."""
+    """Two members of two stages each, with a tied embedding; one is killed, and takes the other's state stage by stage
+    while it takes part without samples. Both are needed, so that they end together."""
     require_network()
     events, out = tmp_path / "events.toml", tmp_path / "out"
     events.write_text(KILL)
@@ -107,14 +112,16 @@ def test_members_that_are_pipelines(tmp_path, capsys):
         RUN.format(steps=8, out=out).replace("layers = 1", "layers = 2").replace("min_replicas = 3", "min_replicas = 2")
     )
     path = tmp_path / "run.toml"
-    path.write_text(text.replace("dp = 3\nmicrobatches = 1", "dp = 2\npp = 2\nmicrobatches = 2"))
+    text = text.replace("dp = 3\nmicrobatches = 1", "dp = 2\npp = 2\nmicrobatches = 2")
+    path.write_text(text.replace("elastic = true", 'elastic = true\nheal = "later"'))
     words = ["train", str(path), "--elastic", "--local", "2", "--rate", "1mbit", "--timeout", "250"]
     assert cli.main([*words, "--events", str(events)]) == 0
     found = read_events(out / "metrics.jsonl")
     assert [event["step"] for event in found if event["kind"] == "step"] == list(range(1, 9))
     texts = [event["text"] for event in found if event["kind"] == "member"]
     assert any(text.startswith("host2 died and came again; 2 members") for text in texts), texts
-    assert any(text.startswith("host2 took the others' state") for text in texts), texts
+    assert any(text.startswith("host2 is there, without samples until the others' state is here") for text in texts)
+    assert any(text.startswith("host2 took the others' state after step") for text in texts), texts
     last = [event for event in found if event["kind"] == "step"][-1]
     assert last["forward_bytes"] > 0 and last["backward_bytes"] > 0 and last["gradient_bytes"] > 0
     states = [read_checkpoint(out / f"host{number}" / "checkpoints" / "step-00000008") for number in (1, 2)]
@@ -162,6 +169,59 @@ def test_ranks_of_a_member_with_different_states_take_another_members(monkeypatc
     one = Torn(came=False)
     one.begin()
     assert one.fell == 0, "equal states are kept"
+
+
+class Rank:
+    """What a rank of a member trains, without a run: its gradients follow from the step's number."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = torch.nn.Linear(40, 30)
+        self.adam = torch.optim.AdamW(self.model.parameters(), 0.1)
+        self.healing = Healing("127.0.0.1", 5.0, lambda: 1 << 20)
+        shared = Shared(dict(self.model.named_parameters()), self.adam, {}, True, lambda whole: None)
+        self.late = Late(shared, self.healing, folder, self.optimise)
+
+    def optimise(self, rate: float, norm: float) -> None:
+        for group in self.adam.param_groups:
+            group["lr"] = rate / norm
+        self.adam.step()
+
+    def step(self, number: int) -> None:
+        torch.manual_seed(number)
+        for p in self.model.parameters():
+            p.grad = torch.randn_like(p)
+        if self.late.is_whole:
+            self.optimise(0.1, 1.0 + number)
+        else:
+            self.late.keep(number, 0.1, 1.0 + number)
+
+    def bits(self) -> list[torch.Tensor]:
+        return list(self.late.shared.tensors().values())
+
+
+def test_a_state_that_comes_late_and_the_steps_since_then_give_the_same_bits(tmp_path):
+    member, newcomer = Rank(tmp_path / "a"), Rank(tmp_path / "b")
+    for number in range(3):
+        member.step(number)
+    assert newcomer.late.shared.digest() != member.late.shared.digest()
+    newcomer.late.begin()
+    assert newcomer.late.shared.digest() == "", "who has no state must not be taken for one with the same"
+    newcomer.late.meet([member.late.about(), newcomer.late.about()])
+    assert newcomer.late.members == [True, False]
+    assert newcomer.late.proceed(3) == ""
+    for number in range(3, 6):
+        while number == 4 and not member.healing.wanted and member.healing.stream is None:
+            time.sleep(0.01)
+        member.late.offer(number)  # the copy is of the first step at whose beginning it was asked for
+        for one in (member, newcomer):
+            one.step(number)
+    said = newcomer.late.wait_to_the_end(6, 60.0)
+    assert re.fullmatch(r"took the others' state after step [34], \d+ bytes, and repeated [23] steps", said), said
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(newcomer.bits(), member.bits(), strict=True))
+    assert newcomer.late.shared.digest() == member.late.shared.digest() and not list((tmp_path / "b").iterdir())
+    newcomer.late.begin()
+    with pytest.raises(RunFailed, match="all members that had the state are gone"):
+        newcomer.late.meet([newcomer.late.about()])
 
 
 def test_a_step_is_dealt_out_in_whole_micro_batches():

@@ -132,12 +132,14 @@ class DirectMembers(Members):
         return [self.irecv(x, peer) for x, peer in receives] + [self.isend(x, peer) for x, peer in sends]
 
     def all_gather(self, out: list[Tensor], x: Tensor) -> None:
-        self.process_group().allgather([out], [x]).wait()
+        group = self.process_group()
+        self.finish(group, group.allgather([out], [x]))
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
-        self.process_group().allreduce([x], options).wait()
+        group = self.process_group()
+        self.finish(group, group.allreduce([x], options))
 
     def start_all_reduce(self, x: Tensor) -> dist.Work:
         return self.process_group().allreduce([x], dist.AllreduceOptions())
@@ -145,7 +147,12 @@ class DirectMembers(Members):
     def broadcast(self, x: Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        self.process_group().broadcast([x], options).wait()
+        group = self.process_group()
+        self.finish(group, group.broadcast([x], options))
+
+    def finish(self, group: dist.ProcessGroup, work: dist.Work) -> None:
+        """Wait for a collective of the group."""
+        work.wait()
 
 
 class TorchMembers(Members):

@@ -11,14 +11,14 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
-from thinwire.elastic.packing import pack, unpack
+from torch import Tensor
 
-LONGEST_REQUEST = 4096  # bytes
-CHUNK = 1 << 18  # bytes that are sent at a time
-ATTEMPTS = 5  # connections in a row that may break without a byte
+from thinwire.elastic.fetching import Fetch, read_line, send_from
+from thinwire.elastic.packing import pack, unpack
+from thinwire.elastic.streams import LONGEST, Stream
 
 
 class Snapshot:
@@ -29,15 +29,13 @@ class Snapshot:
         self.pieces = pack(state)
         self.nbytes = sum(piece.nbytes for piece in self.pieces)
 
-    def send(self, connection: socket.socket, offset: int) -> None:
-        """All bytes from the offset on."""
+    def send(self, connection: socket.socket, offset: int) -> int:
+        """All bytes from the offset on: how many."""
+        sent = 0
         for piece in self.pieces:
-            if offset < piece.nbytes:
-                for start in range(offset, piece.nbytes, CHUNK):
-                    connection.sendall(piece[start : start + CHUNK])
-                offset = 0
-            else:
-                offset -= piece.nbytes
+            sent += send_from(connection, piece, offset)
+            offset = max(0, offset - piece.nbytes)
+        return sent
 
 
 class Healing:
@@ -53,7 +51,10 @@ class Healing:
         self.limit = limit
         self.token = secrets.token_hex(16)
         self.snapshot: Snapshot | None = None
-        self.taken = threading.Condition()  # a snapshot was taken
+        self.stream: Stream | None = None  # the last that was asked for
+        self.wanted = 0  # who wait for a stream
+        self.served = 0  # who get one
+        self.taken = threading.Condition()  # a snapshot or a stream was taken
         self.sent = 0  # bytes
         self.received = 0
         self.listener = socket.create_server((host, 0))
@@ -80,7 +81,7 @@ class Healing:
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> object:
         """A member's state of that step."""
         where = json.loads(metadata)
-        fetch = _Fetch((str(where["host"]), int(where["port"])), str(where["token"]), step, self.timeout)
+        fetch = Fetch(where, {"step": step}, self.timeout)
         try:
             return unpack(fetch.read, self.limit())
         finally:
@@ -90,6 +91,21 @@ class Healing:
     def shutdown(self, wait: bool = True) -> None:
         """Serve no more."""
         self.listener.close()
+
+    # --- a state that is fetched while training goes on
+
+    def offer(self, step: int, state: Mapping[str, Tensor]) -> None:
+        """At the beginning of a step: a copy of the state after so many steps, where somebody wants one."""
+        if self.wanted:
+            stream = Stream(step, state)
+            with self.taken:
+                self.stream, self.wanted = stream, 0
+                self.taken.notify_all()
+
+    def finish_serving(self, seconds: float) -> None:
+        """Wait until those who are getting a state have it; at most so long."""
+        with self.taken:
+            self.taken.wait_for(lambda: not self.served, seconds)
 
     # --- a member
 
@@ -106,69 +122,40 @@ class Healing:
         with connection:
             connection.settimeout(self.timeout)
             try:
-                request = json.loads(_line(connection))
+                request = json.loads(read_line(connection))
                 if not secrets.compare_digest(str(request["token"]), self.token):
+                    return
+                offset = int(request["offset"])
+                if "stream" in request:
+                    self._send_stream(connection, int(request["stream"]), offset)
                     return
                 snapshot = self._of_step(int(request["step"]))
                 if snapshot is not None:
-                    snapshot.send(connection, int(request["offset"]))
-                    self.sent += snapshot.nbytes - int(request["offset"])
+                    self.sent += snapshot.send(connection, offset)
             except (OSError, ValueError, KeyError, TypeError):
                 return
+
+    def _send_stream(self, connection: socket.socket, step: int, offset: int) -> None:
+        """The next copy that is taken, where step is −1; else that of the step."""
+        with self.taken:
+            before = self.stream
+            self.wanted += step < 0
+            self.served += 1
+            if step < 0:
+                self.taken.wait_for(lambda: self.stream is not before, LONGEST)
+            stream = self.stream
+        try:
+            if stream is not None and step in (-1, stream.step):
+                self.sent += stream.send(connection, offset)
+                with self.taken:
+                    if self.served == 1 and self.stream is stream:
+                        self.stream = None  # nobody else gets it
+        finally:
+            with self.taken:
+                self.served -= 1
+                self.taken.notify_all()
 
     def _of_step(self, step: int) -> Snapshot | None:
         with self.taken:
             self.taken.wait_for(lambda: self.snapshot is not None and self.snapshot.step == step, self.timeout)
             return self.snapshot if self.snapshot is not None and self.snapshot.step == step else None
-
-
-class _Fetch:
-    """The bytes of a state, one after the other, over as many connections as it takes."""
-
-    def __init__(self, address: tuple[str, int], token: str, step: int, timeout: float) -> None:
-        self.address = address
-        self.request = {"token": token, "step": step}
-        self.timeout = timeout
-        self.offset = 0
-        self.connection: socket.socket | None = None
-
-    def read(self, into: memoryview) -> None:
-        """Fill it. OSError where the member is gone."""
-        have, broken = 0, 0
-        while have < into.nbytes:
-            try:
-                count = self._connected().recv_into(into[have:], min(CHUNK, into.nbytes - have))
-                if count == 0:
-                    raise ConnectionError("the member has closed the connection")
-            except OSError:
-                broken += 1
-                self.close()
-                if broken == ATTEMPTS:
-                    raise
-                continue
-            broken = 0
-            have += count
-            self.offset += count
-
-    def _connected(self) -> socket.socket:
-        if self.connection is None:
-            self.connection = socket.create_connection(self.address, self.timeout)
-            self.connection.sendall(json.dumps(self.request | {"offset": self.offset}).encode() + b"\n")
-        return self.connection
-
-    def close(self) -> None:
-        """Of the connection."""
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
-
-
-def _line(connection: socket.socket) -> bytes:
-    """A line of at most LONGEST_REQUEST bytes."""
-    found = b""
-    while not found.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte or len(found) == LONGEST_REQUEST:
-            raise ValueError("no request")
-        found += byte
-    return found

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch.distributed as dist
 
 from thinwire.collectives.groups import ALONE, Group, world
-from thinwire.collectives.members import DirectMembers, Elastic, Saved
+from thinwire.collectives.members import Elastic, Saved
 from thinwire.distributed.values import broadcast_json, gather_json
+from thinwire.elastic.alarm import Alarm
+from thinwire.elastic.alarmed import AlarmedMembers
 from thinwire.elastic.healing import Healing
 from thinwire.elastic.packing import nbytes
 from thinwire.elastic.require import require_torchft
 from thinwire.errors import InvalidExchange, RunFailed, UsageError
-from thinwire.torch_private.torchft import is_connected, quorum_number
+from thinwire.torch_private.torchft import alarmed_gloo, is_connected, quorum_number
 
 if TYPE_CHECKING:
     from torchft import Manager
@@ -36,15 +38,15 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
-class Quorum(DirectMembers, Elastic):
+class Quorum(AlarmedMembers, Elastic):
     """The members that train now. Taken wherever a process group is by `Reducer`, `LocalSteps` and `tw.all_reduce`.
 
         quorum = tw.elastic.Quorum({"model": model, "optimizer": optimizer}, lighthouse.address)
 
     state: what a newcomer takes from a member, by name: weights, moments, schedules. What thinwire itself keeps takes
     care of itself. lighthouse: its address. host: this member's address, by which the others reach it. min_members:
-    with fewer a step does not count. timeout: seconds that a message may take; a member that lets others wait longer
-    is left out. patience: seconds to wait for the others at the beginning of a step: more than a step takes, with local
+    with fewer a step does not count. timeout: seconds without a byte; a member that lets others wait longer is left
+    out. patience: seconds to wait for the others at the beginning of a step: more than a step takes, with local
     steps more than a round. name: shown in logs. slow: with local steps a site whose inner step takes more than so many
     times the others' median makes fewer of them in a round; None: all make as many. inside: the process group of this
     member's ranks, where it has several, as a pipeline has: its rank r meets rank r of the other members, and a step
@@ -61,13 +63,15 @@ class Quorum(DirectMembers, Elastic):
         inside: Group = ALONE,
     ) -> None:  # fmt: skip
         require_torchft()
-        from torchft import Manager, ProcessGroupGloo
+        from torchft import Manager
 
         if min_members < 1 or timeout <= 0 or patience <= 0:
             raise UsageError(f"min_members {min_members}, timeout {timeout}, patience {patience}: all must be above 0")
         self.slow = slow
         self.timeout = timedelta(seconds=timeout)
-        self.connections = ProcessGroupGloo(timeout=self.timeout)
+        self.connections = alarmed_gloo(
+            lambda store, rank, size: Alarm(store, rank, size, host, timeout), self.timeout
+        )  # fmt: skip
         self.healing = Healing(host, timeout, self._most_bytes)
         self.inside = inside
         ranks, rank = world(inside)
@@ -135,6 +139,12 @@ class Quorum(DirectMembers, Elastic):
             raise RuntimeError("the connections to the other members were closed in this step")
         return self.connections.parent
 
+    @property
+    def alarm(self) -> Alarm:
+        found = self.connections.alarm
+        assert isinstance(found, Alarm), "there is no group"
+        return found
+
     # --- a step
 
     def begin(self) -> None:
@@ -178,7 +188,7 @@ class Quorum(DirectMembers, Elastic):
         self.staged.append(settle)
 
     def report(self, error: Exception) -> None:
-        """As Elastic says. Where a member was lost the connections are closed, so that nobody waits for this one."""
+        """As Elastic says. Where a member was lost the alarm rings, so that nobody waits for this one."""
         manager = self._begun()
         if manager.errored() is None:
             log.warning("thinwire: a step does not count: %s", error)
@@ -231,7 +241,7 @@ class Quorum(DirectMembers, Elastic):
 
     def close(self) -> None:
         """Leave; the others go on."""
-        self.connections.shutdown()
+        self.connections.leave()
         if self.manager is None:
             self.healing.shutdown()
         else:

@@ -69,7 +69,7 @@ class Script:
         step = last_step(self.run) if any(event.step is not None for event in self.events) else -1
         for event in list(self.events):
             due = job.seconds >= event.at if event.at is not None else event.step is not None and step >= event.step
-            if due:
+            if due and not (event.do == "add" and self._is_dying(event.host, job)):
                 self.events.remove(event)
                 _happen(event, net, job)
                 self.past.append((job.seconds, event))
@@ -77,6 +77,12 @@ class Script:
                 if event.lasts is not None:
                     undo = replace(event, do=UNDONE[event.do], at=job.seconds + event.lasts, step=None, lasts=None)
                     self.events.append(undo)
+
+    def _is_dying(self, host: str, job: Job) -> bool:
+        """Was it killed, and have not all its ranks ended yet? One that runs cannot be added."""
+        last = [past.do for _, past in self.past if past.host == host and past.do in ("kill", "add")][-1:]
+        running = any(job.statuses[place.rank] is None for place in job.placements if place.host == host)
+        return last == ["kill"] and running
 
 
 def _happen(event: Event, net: Network, job: Job) -> None:

@@ -52,11 +52,15 @@ class Job:
     """A program running on a network; made by `Network.start`.
 
     client: the connection to the supervisor. placements: where each rank runs. echo: print the ranks' output.
-    absent: ranks that are not started yet; they count as ended.
+    absent: ranks that are not started yet; they count as ended. separate: one that fails is no failure of the job.
     """
 
-    def __init__(self, client: Client, placements: list[Placement], echo: bool, absent: Collection[int] = ()) -> None:
+    def __init__(
+        self, client: Client, placements: list[Placement], echo: bool, absent: Collection[int] = (),
+        separate: bool = False,
+    ) -> None:  # fmt: skip
         self._client = client
+        self._separate = separate
         self.placements = placements
         self._echo = echo
         self._statuses: dict[int, int] = dict.fromkeys(absent, 0)
@@ -130,6 +134,7 @@ class Job:
         self._known(rank)
         if rank in self._statuses:
             del self._statuses[rank]
+            self._last[rank].clear()
             self._client.ask("add", rank)
 
     def ask_to_end(self, rank: int) -> None:
@@ -173,7 +178,7 @@ class Job:
         status, answer = rest
         assert isinstance(status, int) and isinstance(answer, bytes)
         self._statuses[rank], self._answers[rank] = status, answer
-        if status != 0 and self._first_failure is None:
+        if status != 0 and self._first_failure is None and not self._separate:
             self._first_failure = rank
         if self.done:
             self._ended = time.monotonic()

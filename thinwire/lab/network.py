@@ -141,9 +141,10 @@ class Network:
         echo: bool = True,
         fork: bool = False,
         absent: Collection[int] = (),
+        separate: bool = False,
     ) -> Job:
         """Like `run`, without waiting. `fork` runs a Python command in forks of the preloaded process. `absent`: ranks
-        that are not started, until `Job.add`."""
+        that are not started, until `Job.add`. `separate`: a rank that fails leaves the others alone."""
         if self._job is not None and not self._job.done:
             raise UsageError("a program is running on this network already")
         if per_host < 1:
@@ -153,8 +154,8 @@ class Network:
         variables = [base | place.variables(self.topology, per_host, self._runs) for place in places]
         ready = self._program(program, arguments, variables, fork)
         self._runs += 1
-        self._job = Job(self._open(), places, echo, absent)
-        self._ask("start", ready, per_host, list(absent))
+        self._job = Job(self._open(), places, echo, absent, separate)
+        self._ask("start", ready, per_host, list(absent), separate)
         return self._job
 
     def _program(

@@ -60,15 +60,19 @@ class Ranks:
         self._ranks: list[_Rank] = []
         self._kill_at = float("inf")
         self._fork_at: Callable[[Placement], _Rank]
+        self._separate = False
 
     @property
     def running(self) -> bool:
         return any(rank.status is None for rank in self._ranks)
 
     def start(
-        self, program: Program, placements: list[Placement], host_namespaces: list[int], absent: Collection[int]
-    ) -> None:
-        """Fork every rank but the `absent` ones, which `add` may start later. In the ranks this does not return."""
+        self, program: Program, placements: list[Placement], host_namespaces: list[int], absent: Collection[int],
+        separate: bool = False,
+    ) -> None:  # fmt: skip
+        """Fork every rank but the `absent` ones, which `add` may start later. In the ranks this does not return.
+        separate: one that fails leaves the others alone."""
+        self._separate = separate
         self._kill_at = float("inf")
         self._fork_at = lambda place: self._fork(program, place, host_namespaces[place.host_number])
         self._ranks = [_Rank(place, 0, {}, status=0) for place in placements]
@@ -126,7 +130,7 @@ class Ranks:
             del rest[:end]
 
     def reaped(self, process: int, status: int) -> None:
-        """A child of the supervisor has ended. The first bad ending stops the other ranks."""
+        """A child of the supervisor has ended. The first bad ending stops the other ranks, unless they are separate."""
         for rank in self._ranks:
             if rank.process == process and rank.status is None:
                 self._finish(rank, os.waitstatus_to_exitcode(status))
@@ -148,7 +152,7 @@ class Ranks:
             self._report(("lost", rank.place.rank, status))
             return
         self._report(("exit", rank.place.rank, status, bytes(rank.rest["result"])))
-        if status != 0:
+        if status != 0 and not self._separate:
             self.stop()
 
     def stop(self) -> None:

@@ -203,10 +203,10 @@ class Supervisor:
                 raise UsageError(f"cannot preload {module!r}: {type(error).__name__}: {error}") from None
         gc.freeze()  # so that a collection in a rank does not copy what it shares with the others
 
-    def do_start(self, program: Program, per_host: int, absent: list[int]) -> None:
+    def do_start(self, program: Program, per_host: int, absent: list[int], separate: bool) -> None:
         self._links = DeadLinks(self._network.given_up())
         places = placements(self._network.topology, per_host)
-        self._ranks.start(program, places, self._network.host_namespaces, absent)
+        self._ranks.start(program, places, self._network.host_namespaces, absent, separate)
 
     def do_lose(self, rank: int) -> None:
         self._ranks.lose(rank)

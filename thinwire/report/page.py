@@ -125,12 +125,13 @@ def _results(summary: Summary) -> str:
 def _members(runs: Sequence[Run]) -> list[str]:
     """Who was there when, in runs whose members come and go; nothing for others."""
     lists = [
-        (run, [list(map(str, e["members"])) for e in run.steps if isinstance(e.get("members"), list)]) for run in runs
+        (run, {int(e["step"]): list(map(str, e["members"])) for e in run.steps if isinstance(e.get("members"), list)})
+        for run in runs
     ]
     there = [
-        (run.name, name, str(sum(name in names for names in present)), str(len(present)))
+        (run.name, name, _spans([step for step, names in present.items() if name in names]), str(len(present)))
         for run, present in lists
-        for name in sorted({name for names in present for name in names})
+        for name in sorted({name for names in present.values() for name in names})
     ]
     if not there:
         return []
@@ -141,6 +142,13 @@ def _members(runs: Sequence[Run]) -> list[str]:
         "<h2>Members</h2>", markup.table(("run", "member", "took part in steps", "of"), there),
         markup.table(("run", "after step", "who came, left, or was slow"), moves, "words") if moves else "",
     ]  # fmt: skip
+
+
+def _spans(steps: Sequence[int]) -> str:
+    """Ascending steps in words: 1–8, 31–60 (38)."""
+    first = [step for before, step in zip((None, *steps), steps) if before is None or step != before + 1]
+    last = [step for step, after in zip(steps, (*steps[1:], None)) if after != step + 1]
+    return ", ".join(f"{a}–{b}" if b > a else str(a) for a, b in zip(first, last)) + f" ({len(steps)})"
 
 
 def _sent(summary: Summary) -> str:

@@ -230,7 +230,9 @@ def lacks(run: Run) -> list[str]:
         notes.append(f"{len(losses)} steps have no finite loss, the first is {losses[0]['step']}")
     skips = number(run.steps[-1], "skips") if run.steps else None
     if skips:
-        notes.append(f"{skips:.0f} steps were rolled back (non-finite values)")
+        elastic = isinstance(run.steps[-1].get("members"), list)
+        why = "did not count (a member was lost, or values were not finite)" if elastic else "were rolled back"
+        notes.append(f"{skips:.0f} steps {why}" + ("" if elastic else " (non-finite values)"))
     if any(number(e, "hit_rate") is not None and "warm" not in e for e in run.steps):
         notes.append("an earlier version recorded the share of remembered samples since the start, not per step")
     return notes

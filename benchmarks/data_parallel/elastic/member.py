@@ -1,7 +1,8 @@
 """One life of a member: what it trains, and how its gradients are averaged. Used by one_run.py and faults.py.
 
-Methods: a preset of `[wire]` (by `Reducer`), "local" (`LocalSteps`), "torchft" (torchft alone: its all-reduce in fp32
-and its own transport of state).
+Methods: a preset of `[wire]` (by `Reducer`), "local" (`LocalSteps` with SparseLoCo's wire), "local-dense" (with four
+bits per value, and DiLoCo's outer optimiser), "torchft" (torchft alone: its all-reduce in fp32 and its own transport of
+state).
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ CONTEXT, BATCH = 32, 64  # of the latter per member, where all are there
 DOCS = Path(__file__).parents[3] / "docs"
 EVERY = 10  # inner steps of a round of local steps
 RATE = 1e-3
+LOCAL = {
+    "local": {"preset": "sparseloco", "every": EVERY},
+    "local-dense": {"preset": "diloco", "wire": "max", "every": EVERY},
+}
 PRELOAD = ("torch", "torch._dynamo", "torchft", "member")  # imported once per lab
 
 
@@ -82,7 +87,9 @@ class Life:
     round, 0 where it is not given. data: to train on.
 
     The samples of a step follow from its number, and are dealt to those who are there, so that runs with and without
-    deaths train on the same ones. Those of an inner step follow from the round and the site's place in the last one.
+    deaths train on the same ones. Local steps take them from one row of batches: a round begins where those end that
+    counted so far, and every site takes ten by its place in the last round. A run of local steps ends after as many
+    samples as `steps` rounds of all members have.
     """
 
     def __init__(self, options: dict[str, Any], data: Tensor, host: str, lighthouse: str, name: str) -> None:
@@ -99,12 +106,11 @@ class Life:
         if self.method == "torchft":
             self._join_torchft(host, lighthouse, name, limits)
             return
-        state = {} if self.method == "local" else {"model": self.model, "optimizer": self.optimizer}
+        state = {} if self.method in LOCAL else {"model": self.model, "optimizer": self.optimizer}
         self.quorum = tw.elastic.Quorum(state, lighthouse, host=host, name=name, **limits)
-        if self.method == "local":
-            settings = {"preset": "sparseloco", "every": EVERY}
+        if self.method in LOCAL:
             self.local = tw.parallel.LocalSteps(
-                self.model.named_parameters(), self.optimizer, settings, self.quorum, seed=options["seed"]
+                self.model.named_parameters(), self.optimizer, LOCAL[self.method], self.quorum, seed=options["seed"]
             )
         else:
             self.reducer = tw.parallel.Reducer(self.model.named_parameters(), self.method, self.quorum)
@@ -135,15 +141,22 @@ class Life:
     def steps(self) -> int:
         return int(self.manager.current_step() if self.method == "torchft" else self.quorum.steps)
 
+    @property
+    def progress(self) -> float:
+        """The share of the run's samples that have counted."""
+        if self.local is None:
+            return self.steps / self.options["steps"]
+        return self.local.meetings.tokens / (self.options["steps"] * self.options["members"] * EVERY)
+
     def about(self) -> dict[str, Any]:
         """What is noted of a step."""
         if self.method == "torchft":
-            return {"size": self.manager.num_participants(), "residual": None, "sent": 0, "healed": 0}
+            return {"size": self.manager.num_participants(), "residual": None, "sent": 0, "healed": 0, "progress": 0}
         exchange = self.local.site.exchange if self.local is not None else self.reducer.exchange
         size = self.local.site.sites if self.local is not None else self.reducer.size
         return {
             "size": size, "residual": exchange.residual_norm(), "sent": exchange.sent,
-            "healed": self.quorum.healing.received,
+            "healed": self.quorum.healing.received, "progress": self.progress,
         }  # fmt: skip
 
     def digest(self) -> str:
@@ -158,7 +171,7 @@ class Life:
     def step(self) -> bool:
         """One step, or one round of local steps: did it count?"""
         for group in self.optimizer.param_groups:
-            group["lr"] = RATE * max(0.02, 1 - self.steps / self.options["steps"])
+            group["lr"] = RATE * max(0.02, 1 - self.progress)
         time.sleep(self.options.get("rest", 0.0))
         if self.local is not None:
             return self._round()
@@ -174,8 +187,7 @@ class Life:
         return counts
 
     def _round(self) -> bool:
-        place, number = self.local.site.exchange.place[1], self.steps
-        for x, y in self._inner(number, place):
+        for x, y in self._inner():
             nn.functional.cross_entropy(self.model(x), y).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -183,9 +195,10 @@ class Life:
                 return True
         raise AssertionError("a round has no end")
 
-    def _inner(self, number: int, place: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _inner(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of a site in a round."""
-        g = generator(self.options["seed"], number, place)
+        place = self.local.site.exchange.place[1]
+        g = generator(self.options["seed"], round(self.local.meetings.tokens / EVERY) + place)
         while True:
             yield batch(self.data, g, BATCH)
 

@@ -5,10 +5,11 @@
     python benchmarks/data_parallel/elastic/one_run.py --method local         # or torchft, or a preset; --deaths 0
 
 A model of a million parameters predicts the next byte of this project's documentation. A run ends when `--steps` steps
-have counted, or as many rounds of ten local steps. Whoever is there, a step has the same samples. Printed as one line
-of JSON: the longest time between two steps that counted (from the first one with all four on), in how many steps
-weights differed between members (0 is right), held-out loss, deaths, steps that did not count, residuals that were lost
-with the dead (their norm beside that of a survivor), and the bytes that crossed the members' links.
+have counted, or as many samples as in as many rounds of ten local steps of all members. Whoever is there, a step has
+the same samples, and a run as many. Printed as one line of JSON: the longest time between two steps that counted (from
+the first one with all four on), in how many steps weights differed between members (0 is right), held-out loss, deaths,
+steps that did not count, residuals that were lost with the dead (their norm beside that of a survivor), the bytes that
+crossed the members' links, and for each death the seconds until the next step that counted.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def keep(folder: str, options: dict[str, Any], addresses: list[str]) -> int:
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
-        if _watch(home, f"member{rank}.{life}", process, deaths, chance):
+        if _watch(home, f"member{rank}.{life}", process, deaths, chance, options["apart"]):
             return life
     return 0
 
@@ -70,8 +71,7 @@ def live(home: Path, options: dict[str, Any], host: str, lighthouse: str, name: 
     """One life of a member; the first one at the end says so."""
 
     def ended(one: Life) -> bool:
-        done = one.steps >= options["steps"]
-        return done or (home / "finished").exists()  # who comes after the end does not begin anew
+        return one.progress >= 1 or (home / "finished").exists()  # who comes after the end does not begin anew
 
     loss = train(home / f"{name}.{life}", options, host, lighthouse, name, ended)
     if not (home / "finished").exists():  # who came after the end has not trained
@@ -79,8 +79,11 @@ def live(home: Path, options: dict[str, Any], host: str, lighthouse: str, name: 
         os.replace(home / f"finished.{name}", home / "finished")
 
 
-def _watch(home: Path, notes: str, process: int, deaths: list[int], chance: random.Random) -> bool:
-    """Until the run has ended (True), or the member was killed at the first of the `deaths`, which is then taken."""
+def _watch(
+    home: Path, notes: str, process: int, deaths: list[int], chance: random.Random, apart: float
+) -> bool:  # fmt: skip
+    """Until the run has ended (True), or the member was killed at the first of the `deaths`, which is then taken.
+    apart: seconds until the next life, beside at most two that are drawn."""
     while True:
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended:
@@ -92,9 +95,10 @@ def _watch(home: Path, notes: str, process: int, deaths: list[int], chance: rand
         if deaths and _last_step(home / notes) >= deaths[0] and _may_die(home, notes):
             time.sleep(chance.uniform(0, 0.3))  # anywhere in a step
             os.kill(process, signal.SIGKILL)
+            (home / f"{notes}.dead").write_text(str(time.monotonic()))
             os.waitpid(process, 0)
             deaths.pop(0)
-            time.sleep(chance.uniform(0, 2))
+            time.sleep(chance.uniform(0, 2) + apart)
             return False
         time.sleep(0.02)
 
@@ -148,11 +152,12 @@ def measure(options: dict[str, Any], rate: str, timeout: float, notes: Path | No
             for path in Path(folder).glob("m*.*")
             if path.suffix != ".dead"
         }
+        killed = [float(path.read_text()) for path in Path(folder).glob("m*.dead") if path.stat().st_size]
     crossed = sum(results.traffic[host.name].sent for host in net.hosts[1:])
-    return {"loss": loss, "deaths": sum(results), "bytes": crossed, **summarise(found, options["members"])}
+    return {"loss": loss, "deaths": sum(results), "bytes": crossed, **summarise(found, options["members"], killed)}
 
 
-def summarise(found: dict[str, list[dict[str, Any]]], members: int) -> dict[str, Any]:
+def summarise(found: dict[str, list[dict[str, Any]]], members: int, killed: list[float]) -> dict[str, Any]:
     weights: dict[int, set[str]] = {}
     first: dict[int, float] = {}
     lost, kept, failed = [], [], 0
@@ -172,8 +177,11 @@ def summarise(found: dict[str, list[dict[str, Any]]], members: int) -> dict[str,
     begun = min(whole, default=min(first))
     times = [first[step] for step in sorted(first) if step >= begun]
     gaps = [b - a for a, b in itertools.pairwise(times)]
+    after = [[death, *[at for at in times if at > death][:2]] for death in sorted(killed)]  # the first may be whole yet
     return {
-        "steps": len(first), "seconds": times[-1] - times[0], "longest_pause": max(gaps),
+        "after_deaths": [round(max(b - a for a, b in itertools.pairwise(x)), 2) for x in after if len(x) > 1],
+        "steps": len(first), "progress": max(x["progress"] for lines in found.values() for x in lines),
+        "seconds": times[-1] - times[0], "longest_pause": max(gaps),
         "pauses_over_5_s": sum(gap > 5 for gap in gaps), "median_step": statistics.median(gaps),
         "steps_with_different_weights": sum(len(found) > 1 for found in weights.values()),
         "member_steps": sum(len(lines) for lines in found.values()), "member_steps_not_counted": failed,
@@ -191,7 +199,8 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=4)
     parser.add_argument("--width", type=int, default=400, help="of the model: 400 is a million parameters")
     parser.add_argument("--rate", default="50mbit")
-    parser.add_argument("--method", default="max", help="a preset, off, local, or torchft")
+    parser.add_argument("--method", default="max", help="a preset, off, local, local-dense, or torchft")
+    parser.add_argument("--apart", type=float, default=0.0, help="seconds between a death and the next life")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=3000)
     parser.add_argument("--notes", type=Path, help="keep every member's notes in this folder")

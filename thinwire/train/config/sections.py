@@ -149,6 +149,10 @@ class RunConfig:
     elastic: bool = key(False, flag(), "replicas come and go: docs/elastic.md; [mesh] dp is how many there are usually")
     min_replicas: int = key(1, whole(1), "of an elastic run: with fewer nothing counts")
     lighthouse: str | None = key(None, text(), "of an elastic run: where members meet", "http://10.0.0.1:29510")
+    heal: str = key(
+        "auto", one_of("auto", "wait", "later"),
+        "of an elastic run: others wait for a newcomer's state, or train on; auto: later, above 64 MB",
+    )  # fmt: skip
     slow: float = key(
         2.0, number(1, INFINITY), "of an elastic run: report a member so many times slower than the others"
     )

@@ -93,6 +93,10 @@ class Batches:
         units = self.batch // unit
         self._mine = slice(unit * (replica * units // replicas), unit * ((replica + 1) * units // replicas))
 
+    def take_none(self) -> None:
+        """From now on this replica has no samples: the others have them all."""
+        self._mine = slice(0, 0)
+
     def go_to(self, step: int) -> None:
         """The position of that step of the run."""
         self.epoch, self.index = divmod(step, self.steps_per_epoch)

@@ -80,14 +80,15 @@ class Gradients:
         """Of this rank's part of the gradient, added up."""
         return self.parts.update.squares()
 
-    def apply(self, counts: bool, rate: float, norm: float) -> None:
-        """After the vote: one step of the optimiser where it `counts`. norm: of the whole gradient."""
+    def settle(self, counts: bool, rate: float) -> None:
+        """After the vote: what was staged inside the member is kept where the step `counts`."""
         if self.tied is not None:
             self.tied.reducer.settle(not counts)
         if self.open:
             self.parts.engine.settle(not counts, rate)
-        if not counts:
-            return
+
+    def optimise(self, rate: float, norm: float) -> None:
+        """One step of the optimiser, from the means in .grad. norm: of the whole gradient."""
         clip = self.parts.config.optim.clip
         if clip and norm > clip:
             for p in self.parts.named.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from thinwire.elastic.lighthouse import Lighthouse
 from thinwire.elastic.require import require_torchft
 from thinwire.errors import RunFailed, UsageError
-from thinwire.lab import Job, Network, RankFailed, check
+from thinwire.lab import Job, Network, check
 from thinwire.lab.events import Script
 from thinwire.lab.topology import flat, make_link
 from thinwire.terminal import progress
@@ -76,7 +77,7 @@ def _train(config: TrainConfig, lighthouse: str, host: str, name: str, resume: b
     except RuntimeError as error:
         if not is_broken_connection(error):
             raise
-        reason = str(error).strip().splitlines()[0]
+        reason = re.sub(r"^\[[^\]]*\] ", "", str(error).strip().splitlines()[0]).partition(". This is ")[0]  # Gloo's
         raise RunFailed(f"this member has lost one of its ranks, and ends: {reason}") from error
     dist.destroy_process_group()
 
@@ -131,22 +132,21 @@ def join_locally(
         addresses = [str(host.address) for host in net.hosts]
         per_host = config.mesh.pp
         absent = script.absent([host.name for host in net.hosts for _ in range(per_host)])
-        job = net.start(_on_host, config, addresses, per_host=per_host, absent=absent, echo=False)
-        _watch(net, job, merged, script, stop, out / ENDED, timeout)
-        try:
-            job.results()
-        except RankFailed as error:
-            raise RunFailed(str(error)) from None
+        job = net.start(_on_host, config, addresses, per_host=per_host, absent=absent, echo=False, separate=True)
+        failed = _watch(net, job, merged, script, stop, out / ENDED, timeout)
+        if failed and not merged.ended:
+            raise RunFailed(f"no member has come to the end of the run; the last one: {failed}")
     return read_events(out / METRICS)
 
 
 def _watch(
     net: Network, job: Job, merged: Merged, script: Script, stop: StopRequest, ended: Path, timeout: float | None
-) -> None:
-    """Until all members have ended, or are dead and none of them will be added; then the lighthouse is ended too.
+) -> str:
+    """Until all members have ended, or are dead and none of them will be added; then the lighthouse is ended too. What
+    the last one said that ended with an error, "" where none did: the others go on without it.
 
     Whoever came so late that the others are through is ended LATE seconds after them: nobody would train with it."""
-    asked, through = False, math.inf
+    asked, through, failed = False, math.inf, dict[int, str]()
     members = [place.rank for place in job.placements if place.host_number > 0]
     while not job.watch(WATCH):
         merged.follow(_say)
@@ -154,6 +154,12 @@ def _watch(
             through = min(through, job.seconds)
             script.events.clear()
         script.tick(net, job, _say)
+        for rank in members:
+            if (job.statuses[rank] or 0) <= 0:
+                failed.pop(rank, None)
+            elif rank not in failed:
+                failed[rank] = f"{job.placements[rank].label}: {''.join(job.output(rank)[-1:]) or 'nothing was said'}"
+                _say(failed[rank])
         if job.seconds > through + LATE:
             for rank in members:
                 job.lose(rank)
@@ -168,6 +174,7 @@ def _watch(
             job.stop()
             raise RunFailed(f"the run was not through after {timeout:g} s, and was stopped")
     merged.follow(_say)
+    return ["", *failed.values()][-1]
 
 
 def _on_host(config: TrainConfig, addresses: list[str]) -> int:

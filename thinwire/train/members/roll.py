@@ -42,13 +42,16 @@ class Roll:
         return "; ".join([*changes, count])
 
     def time(self, seconds: Sequence[float]) -> list[str]:
-        """Every member's seconds per sequence in a step, by rank: lines about those found slow, once each."""
+        """Every member's seconds per sequence in a step, by rank: lines about those found slow, once each. 0: it had
+        none."""
         for name, value in zip(self.names, seconds):
+            if value == 0:
+                continue
             self.seconds.setdefault(name, deque(maxlen=RECENT)).append(value)
         lines = []
         for name in self.names:
-            mine = self.seconds[name]
-            others = [value for other in self.names if other != name for value in self.seconds[other]]
+            mine = self.seconds.get(name, ())
+            others = [value for other in self.names if other != name for value in self.seconds.get(other, ())]
             if len(mine) < RECENT or not others or name in self.reported:
                 continue
             if median(mine) > self.slow * median(others):

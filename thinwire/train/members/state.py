@@ -8,6 +8,7 @@ number/<name>           of the run
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,29 +23,41 @@ Numbers = dict[str, float]
 class Shared:
     """What all members have alike: weights, moments, and the run's numbers. A newcomer takes it (tw.elastic.Quorum).
 
-    named: the parameters. adam: their optimiser. numbers: of the run; changed in place. taken: called after another
-    member's state was taken.
+    named: the parameters. adam: their optimiser. numbers: of the run; changed in place. later: weights and moments are
+    not in it, but a digest of them: they come while training goes on (late.py). taken: called after another member's
+    state was taken, with whether weights and moments are the others'.
     """
 
     def __init__(
-        self,
-        named: Mapping[str, nn.Parameter],
-        adam: torch.optim.Optimizer,
-        numbers: Numbers,
-        taken: Callable[[], None],
-    ) -> None:
+        self, named: Mapping[str, nn.Parameter], adam: torch.optim.Optimizer, numbers: Numbers, later: bool,
+        taken: Callable[[bool], None],
+    ) -> None:  # fmt: skip
         self.named = named
         self.adam = adam
         self.numbers = numbers
+        self.later = later
         self.taken = taken
+        self.is_whole = True  # weights and moments are those of this step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"tensors": self.tensors(), "numbers": dict(self.numbers)}
+        about: dict[str, Any] = {"digest": self.digest()} if self.later else {"tensors": self.tensors()}
+        return about | {"numbers": dict(self.numbers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.load_tensors(state["tensors"], "the other member")
+        if not self.later:
+            self.load_tensors(state["tensors"], "the other member")
         self.numbers.update(state["numbers"])
-        self.taken()
+        self.taken(not self.later or state["digest"] == self.digest() != "")
+
+    def digest(self) -> str:
+        """Of weights and moments; "" where they are not those of this step."""
+        if not self.is_whole:
+            return ""
+        found = hashlib.blake2b()
+        for name, value in self.tensors().items():
+            found.update(name.encode())
+            found.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and moments."""

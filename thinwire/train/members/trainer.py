@@ -27,10 +27,12 @@ from thinwire.errors import InvalidExchange, RunFailed
 from thinwire.train.build import Checked, Parts, build
 from thinwire.train.checkpoint import CHECKPOINTS, Checkpoints, refuse_second_run
 from thinwire.train.config.sections import TrainConfig
-from thinwire.train.data.batches import Batch, held_out_batches
+from thinwire.train.data.batches import Batch
 from thinwire.train.learning_rate import rate
 from thinwire.train.members.checks import alone, unit
 from thinwire.train.members.gradients import COUNTED, Gradients
+from thinwire.train.members.inside import any_rank, held_out_loss
+from thinwire.train.members.late import Late, comes_later
 from thinwire.train.members.roll import Roll
 from thinwire.train.members.state import Numbers, Shared, checkpoint, restore
 from thinwire.train.metrics import Metrics
@@ -39,6 +41,7 @@ from thinwire.train.stop import StopRequest
 from thinwire.train.tune.selection import select
 
 ATTEMPTS = 3
+PATIENCE = 60.0  # seconds for which a member that is through serves its state to who is fetching it
 
 
 class MemberTrainer:
@@ -67,13 +70,17 @@ class MemberTrainer:
         adam = self.parts.update.adam
         assert adam is not None
         self.numbers: Numbers = dict.fromkeys((*COUNTED, "seconds"), 0.0)
-        self.shared = Shared(self.parts.named, adam, self.numbers, self._taken)
+        self.shared = Shared(
+            self.parts.named, adam, self.numbers, comes_later(config.run.heal, self.parts.named), self._taken
+        )
         self.quorum = Quorum(
             {"thinwire train": self.shared}, lighthouse, host=host, min_members=config.run.min_replicas, name=name,
             inside=None,
         )  # fmt: skip
         wire = select(alone(config), checked.wire, None, self.parts.stages, self.parts.named)
         self.gradients = Gradients(self.parts, wire, self.quorum)
+        means = self.out / f"means-{self.rank}"
+        self.late = Late(self.shared, self.quorum.healing, means, self.gradients.optimise)
         self.roll = Roll(config.run.slow)
         self.bad = 0  # attempts at this step that gave NaN or Inf
         self.met = -1  # the quorum whose members are known
@@ -98,6 +105,7 @@ class MemberTrainer:
             with self.stop:
                 return self._fit()
         finally:
+            self.late.close()
             self.quorum.close()
             self.gradients.close()
             self.parts.close()
@@ -112,16 +120,25 @@ class MemberTrainer:
             if not begun:
                 begun = True
                 self._write("run", **self._about())
-            if self.step == self.steps or (config.eval_every and self.step % config.eval_every == 0):
+            if not self.late.is_whole or self.step == self.steps:
+                continue
+            if config.eval_every and self.step % config.eval_every == 0:
                 held_out = self._evaluate()
-            if self.step == self.steps or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
+            if config.checkpoint_every and self.step % config.checkpoint_every == 0:
                 self._save()
         if self.step < self.steps:
-            self._save()
-            self.say(f"left at step {self.step}, with a checkpoint; the others go on. Come back with --resume")
+            if self.late.is_whole:
+                self._save()
+            left = "with a checkpoint" if self.late.is_whole else "before the others' state was here"
+            self.say(f"left at step {self.step}, {left}; the others go on. Come back with --resume")
             return held_out
+        self.late.offer(self.step)
+        self._note(self.late.wait_to_the_end(self.step, PATIENCE))
+        held_out = self._evaluate()
+        self._save()
         self._write("end", seconds=self.numbers["seconds"])
         publish(self.parts, self.out / "model", self.checkpoints.shared)
+        self.quorum.healing.finish_serving(PATIENCE)
         return held_out
 
     def _about(self) -> dict[str, Any]:
@@ -137,21 +154,28 @@ class MemberTrainer:
         if self.metrics is None and self.rank == 0:
             self.metrics = Metrics(self.out, self.step if self.resume else None, self.config.run.loggers)
         if not self._meet():
-            self.leaves = self._any(self.stop.asked)
+            self.leaves = any_rank(self.stop.asked)
             self.quorum.commit()
             return False
-        lr = rate(self.config.optim, self.step, self.steps)
+        self.late.offer(self.step)
+        self._note(self.late.proceed(self.step))
+        at, lr = self.step, rate(self.config.optim, self.step, self.steps)
         told, norm = self._exchanged()
         counts = self.quorum.commit()
-        self.gradients.apply(counts, lr, norm)
+        self.gradients.settle(counts, lr)
         if not counts:
             self._check_losses(told)
             return False
+        if self.late.is_whole:
+            self.gradients.optimise(lr, norm)
+        else:
+            self.late.keep(at, lr, norm)
+        self.late.members = [bool(whole) for whole in told[:, 2]]
         self.bad = 0
         self.before = self.gradients.counts()
         seconds = time.perf_counter() - began
         self.numbers["seconds"] += seconds
-        for name, total in zip(COUNTED, told[:, 2:].sum(0).tolist()):
+        for name, total in zip(COUNTED, told[:, 3:].sum(0).tolist()):
             self.numbers[name] += total
         for line in self.roll.time(told[:, 1].tolist()):
             self._write("member", text=line)
@@ -167,32 +191,32 @@ class MemberTrainer:
         """RunFailed where the same samples have given NaN or Inf ATTEMPTS times in a row. told: as `_tell` gave it."""
         self.bad += bool(told.numel()) and not bool(told[:, 0].isfinite().all())
         if self.bad == ATTEMPTS:
-            raise RunFailed(
-                f"step {self.step + 1} gave NaN or Inf {ATTEMPTS} times in a row: lower [optim] lr, or clip"
-            )
+            raise RunFailed(f"step {self.step + 1} gave NaN or Inf {ATTEMPTS} times in a row: lower [optim] lr")
 
     def _meet(self) -> bool:
         """Learn who is there, where that has changed. False: a rank of this member cannot, and so none takes part."""
         if self.quorum.number == self.met:
             return True
         present: list[Any] = []
+        if any_rank(not self.late.is_whole) and self.late.is_whole:
+            self.late.begin()  # another rank of this member waits for its part
         try:
-            present = gather_json([self.name, self.quorum.healing.token[:8]], self.quorum)
+            present = gather_json([self.name, self.quorum.healing.token[:8], *self.late.about()], self.quorum)
         except RuntimeError as error:
             self.quorum.report(error)
-        if self._any(not present):
+        if any_rank(not present):
             self.quorum.report(InvalidExchange("another rank of this member has no connections"))
             return False
         self.met = self.quorum.number
-        line = self.roll.meet([(name, life) for name, life in present])
+        self.late.meet([about for _, _, *about in present])
+        line = self.roll.meet([(name, life) for name, life, *_ in present])
         if line is not None:
             self._write("member", text=line, members=self.roll.names)
             self.say(f"step {self.step}: {line}")
         if self.healed:
             self.healed = False
-            self._write(
-                "member", text=f"{self.name} took the others' state: {self.quorum.healing.received} bytes so far"
-            )
+            took = f"took the others' state: {self.quorum.healing.received} bytes so far"
+            self._note(took if self.late.is_whole else "is there, without samples until the others' state is here")
         return True
 
     def _exchanged(self) -> tuple[Tensor, float]:
@@ -202,7 +226,7 @@ class MemberTrainer:
         batch = self._deal()
         began = time.perf_counter()
         loss = self.gradients.backward(batch)
-        computed = (time.perf_counter() - began) / max(1, len(batch.ids))
+        computed = (time.perf_counter() - began) / len(batch.ids) if len(batch.ids) else 0.0
         faults = self.gradients.faults()
         self.gradients.exchange()
         own = [self.parts.update.tied_checksum(), loss, self.gradients.squares(), faults, self.stop.asked]
@@ -214,23 +238,19 @@ class MemberTrainer:
         self.leaves = stop > 0
         if faults:
             self.quorum.report(InvalidExchange("messages inside this member were damaged"))
-        return self._tell([loss, computed, *total]), math.sqrt(squares)
-
-    def _any(self, said: bool) -> bool:
-        """Of the member's ranks."""
-        return any(bool(one) for one in gather(torch.tensor([said]), None))
+        return self._tell([loss, computed, self.late.is_whole, *total]), math.sqrt(squares)
 
     def _deal(self) -> Batch:
         """This member's part of the step's samples."""
         size, place = self.quorum.place()
         self.parts.engine.loss.replicas = size
-        self.parts.batches.share(place, size, unit(self.config))
+        self.late.share(self.parts.batches, place, unit(self.config))
         self.parts.batches.go_to(self.step)
         return self.parts.batches.next()
 
     def _tell(self, about: list[float]) -> Tensor:
-        """[members, …]: loss, seconds per sequence, and COUNTED since the last step that counted, of everybody; empty
-        where somebody was lost. about: this member's."""
+        """[members, …]: loss, seconds per sequence, is it whole, and COUNTED since the last step that counted, of
+        everybody; empty where somebody was lost. about: this member's."""
         mine = torch.tensor(about, dtype=torch.float64)
         try:
             return torch.stack(gather(mine, self.quorum)) if self.quorum.size > 1 else mine[None]
@@ -238,25 +258,23 @@ class MemberTrainer:
             self.quorum.report(error)
             return torch.empty(0)
 
-    def _taken(self) -> None:
+    def _taken(self, is_whole: bool) -> None:
         self.healed = True
+        if not is_whole:
+            self.late.begin()
 
     def _evaluate(self) -> float:
         """The mean held-out loss. Every member computes all of it: the weights are the same."""
-        engine, config = self.parts.engine, self.config
-        replicas, engine.loss.replicas = engine.loss.replicas, 1
-        total, labels = 0.0, 0
-        for batch in held_out_batches(self.parts.samples, config.optim.batch):
-            losses = [engine.run(part, False) for part in batch.split(config.optim.accumulate)]
-            total += sum(float(loss) for loss in losses if loss is not None) * batch.labelled
-            labels += batch.labelled
-        engine.loss.replicas = replicas
-        total = float(torch.stack(gather(torch.tensor([total], dtype=torch.float64), None)).sum())
-        held_out = total / labels if labels else math.nan
-        if labels:
+        held_out = held_out_loss(self.parts, self.config)
+        if not math.isnan(held_out):
             sent = int(sum(self.numbers[name] for name in COUNTED[:4]))
             self._write("eval", held_out=held_out, seconds=self.numbers["seconds"], bytes=sent)
         return held_out
+
+    def _note(self, what: str) -> None:
+        """Of this member, where there is anything."""
+        if what:
+            self._write("member", text=f"{self.name} {what}")
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.metrics is not None:

@@ -1,0 +1,100 @@
+"""A state that is sent while both ends train on: a copy of one step, packed part by part as it leaves.
+
+    {"step": s, "parts": n} | n times {name: tensor}, each packed for itself
+
+The copy is taken at the beginning of a step, when somebody has asked for it.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from thinwire.elastic.fetching import Fetch, send_from
+from thinwire.elastic.packing import pack, unpack
+
+LONGEST = 600.0  # seconds for which a newcomer waits for the next step of the member that it has asked
+WHILE_PACKING = 0.01  # seconds between two looks whether the next part is packed
+
+
+class Stream:
+    """A member's state after `step` steps. Tensors are copied here, and packed by a thread of its own."""
+
+    def __init__(self, step: int, state: Mapping[str, Tensor]) -> None:
+        self.step = step
+        self.copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+        self.pieces = pack({"step": step, "parts": len(self.copies)})
+        self.packed = threading.Event()
+        threading.Thread(target=self._pack, name="thinwire packing", daemon=True).start()
+
+    def _pack(self) -> None:
+        for name in list(self.copies):
+            self.pieces += pack({name: self.copies.pop(name)})
+        self.packed.set()
+
+    def send(self, connection: socket.socket, offset: int) -> int:
+        """All bytes from the offset on: how many."""
+        number = sent = 0
+        while not self.packed.is_set() or number < len(self.pieces):
+            if number == len(self.pieces):
+                time.sleep(WHILE_PACKING)
+                continue
+            piece = self.pieces[number]
+            sent += send_from(connection, piece, offset)
+            offset = max(0, offset - piece.nbytes)
+            number += 1
+        return sent
+
+
+class Fetching:
+    """The state of another member, on its way: `done` when it is here, with `step` and `state`; or `failed`.
+
+    metadata: of the member, as its `Healing.metadata` says. limit: bytes that a tensor may have.
+    """
+
+    def __init__(self, metadata: str, limit: int) -> None:
+        self.metadata = metadata
+        self.limit = limit
+        self.step = -1
+        self.state: dict[str, Tensor] = {}
+        self.failed = ""
+        self.done = False
+        self.fetch = Fetch(json.loads(metadata), {"stream": -1}, LONGEST)
+        threading.Thread(target=self._run, name="thinwire state", daemon=True).start()
+
+    @property
+    def received(self) -> int:
+        """Bytes so far."""
+        return self.fetch.offset
+
+    def _run(self) -> None:
+        try:
+            about = _table(self.fetch.read, self.limit)
+            self.step = int(str(about["step"]))
+            self.fetch.request["stream"] = self.step
+            for _ in range(int(str(about["parts"]))):
+                for name, value in _table(self.fetch.read, self.limit).items():
+                    assert isinstance(value, Tensor)
+                    self.state[str(name)] = value
+            self.done = True
+        except (OSError, ValueError, KeyError, AssertionError, torch.OutOfMemoryError) as error:
+            self.failed = str(error) or type(error).__name__
+        finally:
+            self.fetch.close()
+
+    def close(self) -> None:
+        """It is not wanted any more."""
+        self.fetch.give_up()
+
+
+def _table(read: Callable[[memoryview], None], limit: int) -> dict[object, object]:
+    found = unpack(read, limit)
+    if not isinstance(found, dict):
+        raise ValueError("no part of a state")
+    return found

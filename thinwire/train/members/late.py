@@ -1,0 +1,156 @@
+"""A member whose weights and moments are still on their way takes part without samples, and the others train on.
+
+It is in every exchange with zeros, so it gets every step's mean, which has the same bits on all members. It cannot
+apply them, and keeps them in files. When the state of some step is here, it repeats the steps since then: the same
+optimiser on the same means gives the same weights, to the bit. From the next step on it has samples.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from thinwire.collectives.messages import gather
+from thinwire.elastic.healing import Healing
+from thinwire.elastic.streams import Fetching
+from thinwire.errors import RunFailed
+from thinwire.train.data.batches import Batches
+from thinwire.train.members.inside import any_rank
+from thinwire.train.members.state import Shared
+
+LARGE = 64 << 20  # bytes of weights and moments above which others do not wait for them
+MOMENTS = 3  # a state has so many times the bytes of its weights
+SLACK = 1 << 20  # bytes
+POLL = 0.1  # seconds between two looks whether the state has come, after the last step
+GRADIENT = "{}.safetensors"  # a step's means
+
+
+def comes_later(chosen: str, named: Mapping[str, nn.Parameter]) -> bool:
+    """Do others train on while a newcomer's state is on its way? chosen: `[run] heal`. named: this rank's parameters;
+    all ranks of a member ask, and are told the same."""
+    mine = torch.tensor([sum(p.nbytes for p in named.values())])
+    of_all = MOMENTS * int(torch.stack(gather(mine, None)).sum())
+    return {"wait": False, "later": True, "auto": of_all > LARGE}[chosen]
+
+
+class Late:
+    """Of one rank.
+
+    shared: whose tensors come late. healing: serves them to others. folder: where means wait. optimise: a step of the
+    optimiser with .grad, of rate and norm.
+    """
+
+    def __init__(
+        self, shared: Shared, healing: Healing, folder: Path, optimise: Callable[[float, float], None]
+    ) -> None:
+        self.shared = shared
+        self.healing = healing
+        self.folder = folder
+        self.optimise = optimise
+        self.fetching: Fetching | None = None
+        self.kept: dict[int, tuple[float, float]] = {}  # step → rate, norm
+        self.members = [True]  # by place: is it whole, as all know it, so that it has samples?
+        self.donors: list[str] = []  # where whole members serve this rank's part of the state
+
+    @property
+    def is_whole(self) -> bool:
+        """Has this rank the weights and moments of this step?"""
+        return self.shared.is_whole
+
+    def begin(self) -> None:
+        """They are another step's: they are to come."""
+        self.shared.is_whole = False
+        self.close()
+
+    def about(self) -> tuple[bool, str]:
+        """What members tell each other: is this one whole, and where its state can be had."""
+        return self.is_whole, self.healing.metadata()
+
+    def meet(self, present: Sequence[Sequence[Any]]) -> None:
+        """Members have met. present: `about` of everybody. RunFailed where nobody has the state."""
+        self.members = [whole for whole, _ in present]
+        self.donors = [where for whole, where in present if whole]
+        if not self.donors:
+            raise RunFailed("all members that had the state are gone: start anew, or from a checkpoint with --resume")
+
+    def share(self, batches: Batches, place: int, unit: int) -> None:
+        """Deal the samples to those who are whole. place: this member's. unit: sequences that stay together."""
+        with_samples = [member for member, whole in enumerate(self.members) if whole]
+        if place in with_samples:
+            batches.share(with_samples.index(place), len(with_samples), unit)
+        else:
+            batches.take_none()
+
+    def proceed(self, now: int) -> str:
+        """At the beginning of a step, where the state is on its way: take it, once all ranks have their part. A line
+        about it; "" where there is nothing to say. now: steps that have counted."""
+        if self.is_whole:
+            return ""
+        self._fetch()
+        return "" if any_rank(self.fetching is None or not self.fetching.done) else self._catch_up(now)
+
+    def wait_to_the_end(self, now: int, patience: float) -> str:
+        """After the last step: as `proceed`, until it is here. RunFailed where it does not come."""
+        deadline = time.monotonic() + patience
+        said = ""
+        while not self.is_whole:
+            failed = time.monotonic() > deadline or (self.fetching is not None and bool(self.fetching.failed))
+            if any_rank(failed):
+                raise RunFailed("the run has ended before the others' state was here")
+            said = self.proceed(now)
+            time.sleep(POLL)
+        return said
+
+    def _fetch(self) -> None:
+        """From one of those who are whole, where that is not under way."""
+        now = self.fetching
+        if now is None or now.failed or (now.metadata not in self.donors and not now.done):
+            if now is not None:
+                now.close()
+            largest = max(p.nbytes for p in self.shared.named.values())
+            self.fetching = Fetching(self.donors[int(self.healing.token, 16) % len(self.donors)], largest + SLACK)
+
+    def keep(self, step: int, rate: float, norm: float) -> None:
+        """The means in .grad, of a step that counted."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        means = {name: p.grad.contiguous() for name, p in self.shared.named.items() if p.grad is not None}
+        save_file(means, self.folder / GRADIENT.format(step))
+        self.kept[step] = rate, norm
+
+    def _catch_up(self, now: int) -> str:
+        """Take the state, and repeat the steps since then: a line about it."""
+        assert self.fetching is not None
+        found, again = self.fetching, range(self.fetching.step, now)
+        if not self.kept.keys() >= set(again):
+            raise RunFailed(f"the state that came is of step {found.step}, and not all means since then were kept")
+        self.shared.load_tensors(found.state, "the other member")
+        for step in again:
+            means = load_file(self.folder / GRADIENT.format(step))
+            for name, p in self.shared.named.items():
+                p.grad = means.get(name)
+            self.optimise(*self.kept[step])
+        self.shared.is_whole = True
+        received = found.received
+        self.healing.received += received
+        self.close()
+        return f"took the others' state after step {found.step}, {received} bytes, and repeated {len(again)} steps"
+
+    def offer(self, step: int) -> None:
+        """At the beginning of a step: a copy for who has asked."""
+        if self.is_whole:
+            self.healing.offer(step, self.shared.tensors())
+
+    def close(self) -> None:
+        """Fetch no more, and drop what is kept."""
+        if self.fetching is not None:
+            self.fetching.close()
+            self.fetching = None
+        for step in self.kept:
+            (self.folder / GRADIENT.format(step)).unlink(missing_ok=True)
+        self.kept.clear()

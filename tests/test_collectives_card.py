@@ -55,7 +55,7 @@ def test_low_rank_of_many_matrices_together():
     plain = InProcessGroup(3).run(steps)
     together = lambda parts, ranks, _, batches=lowrank._batches: batches(parts, ranks, True)  # noqa: E731
     by_cholesky = lambda factors: [lowrank.by_cholesky(factor) for factor in factors]  # noqa: E731
-    with mock.patch.multiple(lowrank, _batches=together, _orthonormal=by_cholesky):
+    with mock.patch.multiple(lowrank, _batches=together, orthonormal=by_cholesky):
         batched = InProcessGroup(3).run(steps)
     for one, other in zip(plain, batched):
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, other))

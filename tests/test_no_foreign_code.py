@@ -99,6 +99,7 @@ ALLOWED = {
     ("thinwire/lab/supervisor.py", "multiprocessing"): "the other end of that pipe",
     ("thinwire/theory/experiments.py", "multiprocessing"): "a pool of this process's own children",
     ("thinwire/bench/scratch/command.py", "multiprocessing"): "the same",
+    ("thinwire/bench/scratch/lengths.py", "multiprocessing"): "the same",
     ("thinwire/distributed/checkpoint_files.py", "pickle"): "an unpickler that knows a checkpoint's metadata only",
 }
 

@@ -43,7 +43,7 @@ def test_formulas_err_as_the_codecs_do(name):
     codec = make(**ROWS[name].codec)
     coded = codec.decode(codec.encode(x, 5), x.shape, x.dtype, 5)
     ours = code_of(ROWS[name].codec, WIDTH, TOKENS, 0.0, CPU)(x, ids)
-    assert error(ours, x) == pytest.approx(error(coded, x), rel=0.05)  # of other random signs
+    assert error(ours, x) == pytest.approx(error(coded, x), rel=0.15)  # of other random signs
     assert "rotated" in name or torch.equal(ours, coded)
 
 

@@ -78,7 +78,8 @@ def test_the_planner_prices_every_collective_that_a_wire_can_name():
     arguments = {
         "dense": {}, "quantized": {"bits": 4}, "gather": {"codec": QUANTIZE},
         "twohop": {"codec": QUANTIZE | {"bits": 3}},
-        "lowrank": {"rank": 2}, "oktopk": {"density": 0.1}, "gtopk": {"density": 0.1}, "topkdsa": {"density": 0.1},
+        "lowrank": {"rank": 2}, "alternatinglowrank": {"rank": 3},
+        "oktopk": {"density": 0.1}, "gtopk": {"density": 0.1}, "topkdsa": {"density": 0.1},
         "topkallgather": {"density": 0.1}, "hierarchical": {"across": {"collective": "quantized", "bits": 4}},
     }  # fmt: skip
     assert set(arguments) == set(COLLECTIVES)

@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from multiprocessing import get_context
 from typing import Any
 
+from thinwire.bench.scratch.corpus import text
 from thinwire.bench.scratch.options import Scratch, planned, read_setup
 from thinwire.bench.scratch.rows import DENSE, ROWS, Row, row_of
 from thinwire.bench.scratch.seconds import PUBLISHED_RATIO, Yardstick, bytes_per_token, seconds_per_step
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
         for row, rate, seed, length in planned(args)
         if (row.name, rate, seed, length) not in done
     ]
+    if setup.cache and jobs:
+        text(setup, 0)  # once, and not in every process
     failed: list[str] = []
     with progress("scratch", sum(round(setup.steps * job[3]) for job in jobs)) as advance:
         context = get_context("spawn")  # a fork could not use a card

@@ -85,7 +85,7 @@ def test_bits_that_change_are_priced_by_their_shares():
 
 def test_steps_are_found_between_runs_of_several_lengths():
     def one(row: str, length: float, loss: float, seed: int = 0) -> dict:
-        return {"row": row, "seed": seed, "length": length, "losses": [[1, loss]], "done": 10, "steps": 10}
+        return {"row": row, "rate": 1, "seed": seed, "length": length, "losses": [[1, loss]], "done": 10, "steps": 10}
 
     runs = [one(DENSE, 1, 2.0), one("rotated 4 bits", 1, 2.2), one("rotated 4 bits", 1.5, 1.95)]
     runs += [one("direct 4 bits", 1.0, 2.1), {**one("direct 4 bits", 1.5, 1.0), "done": 5}]  # one was cut short

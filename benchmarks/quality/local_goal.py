@@ -70,9 +70,11 @@ def first() -> list[Job]:
         other(sparse, 10, 3e-3, 1.4), other(sparse, 10, 2e-3, 2.8), other(sparse, 10, 6e-3, 1.4),
         other(flow, 30, 2e-3, 1.0), other(flow, 30, 1.5e-3, 0.7), mine(momentum=0.7),
         mine(30), mine(30, momentum=0.7), other(sparse, 30, 3e-3, 2.0), other(sparse, 30, 3e-3, 3.0),
-        mine(3, decay=0.98), other(sparse, 3, 3e-3, 2.0), other(sparse, 3, 3e-3, 1.4), mine(1, decay=0.99, momentum=0.3),
-        other(sparse, 1, 3e-3, 1.0), other(sparse, 1, 3e-3, 1.4), job(OURS + ", two bits", 60, two_bits(60)),
-        plain(1), plain(1, moments="m"), plain(10, 4.5e-3), job("4 bits per step", 0, {}), other("DiLoCo", 30, 3e-3, 0.7),
+        mine(3, decay=0.98), other(sparse, 3, 3e-3, 2.0), other(sparse, 3, 3e-3, 1.4),
+        mine(1, decay=0.99, momentum=0.3), other(sparse, 1, 3e-3, 1.0), other(sparse, 1, 3e-3, 1.4),
+        job(OURS + ", two bits", 60, two_bits(60)),
+        plain(1), plain(1, moments="m"), plain(10, 4.5e-3), job("4 bits per step", 0, {}),
+        other("DiLoCo", 30, 3e-3, 0.7),
     ]  # fmt: skip
 
 

@@ -34,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     end = time.monotonic() + args.budget
     setup = read_setup(args)
     document: dict[str, Any] = read_json(args.json) if args.resume else {"setup": asdict(setup), "runs": []}
+    for one in document["runs"]:
+        one.setdefault("rate", document["setup"]["rate"])  # files of before rows had rates of their own
     done = {_key(one) for one in document["runs"]}
     jobs = [
         (row, replace(setup, rate=rate), seed, length)
@@ -126,9 +128,9 @@ def summed(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         seconds = seconds_per_step(row, size)
         share = seconds / seconds_per_step(ROWS[DENSE], size)
         out.append({
-            "row": row.name, "rate": mine[0]["rate"], "bytes_per_token": bytes_per_token(row, size), "seconds": seconds, "percent": percent,
-            "steps": steps, "steps_ratio": ratio, "time_ratio": None if ratio is None else ratio * share,
-            "least_time": tried[-1] * share,
+            "row": row.name, "rate": mine[0]["rate"], "bytes_per_token": bytes_per_token(row, size), "seconds": seconds,
+            "percent": percent, "steps": steps, "steps_ratio": ratio,
+            "time_ratio": None if ratio is None else ratio * share, "least_time": tried[-1] * share,
         })  # fmt: skip
     return sorted(out, key=lambda row: -row["bytes_per_token"])
 
@@ -161,7 +163,8 @@ def show(document: dict[str, Any], setup: Scratch) -> None:
             "not reached" if missed else f"{row['steps_ratio']:.2f}",
             f"> {row['least_time']:.3f}" if missed else f"{row['time_ratio']:.3f}",
         ))  # fmt: skip
-    columns = ("row", "rate", "seeds", "B per token", "s per step", "last loss over dense's, %", "steps / dense", "T / T dense")
+    sizes = ("row", "rate", "seeds", "B per token", "s per step")
+    columns = (*sizes, "last loss over dense's, %", "steps / dense", "T / T dense")
     model = f"{setup.stages} stages of one layer, width {setup.width}, {setup.steps} steps of {setup.tokens} tokens"
     caption = (
         "bytes and seconds of the yardstick's step (width 1024, 524,288 tokens, 200 Mb/s, 50 ms); ×: times dense's "

@@ -157,10 +157,11 @@ def planned(args: argparse.Namespace) -> list[tuple[Row, float, int, float]]:
     out = []
     for line in filter(None, map(str.strip, lines)):
         try:
-            rate, seed, length, name = line.split(maxsplit=3)
-            out.append((row_of(name), float(rate), int(seed), float(length)))
+            at, seed, times, name = line.split(maxsplit=3)
+            numbers = float(at), int(seed), float(times)
         except ValueError:
             raise UsageError(f"--plan {args.plan}: {line!r} is not: rate seed times row") from None
+        out.append((row_of(name), *numbers))
     return out
 
 

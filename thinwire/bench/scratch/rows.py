@@ -108,7 +108,8 @@ def row_of(name: str) -> Row:
         phases = []
         for phase in later:
             bits, share = phase.split(" from ")
-            phases.append((float(share), *map(float, bits.split(" back "))))
+            there, here = map(float, bits.split(" back "))
+            phases.append((float(share), there, here))
     except ValueError:
         raise UsageError(f"{name!r} is no row; rows are {', '.join(ROWS)}") from None
     return Row(name, _transform(forward, 100), back=_transform(back), tokens=0.1, phases=tuple(phases))

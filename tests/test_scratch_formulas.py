@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 
@@ -10,12 +11,14 @@ import torch
 
 from thinwire.bench.scratch.codes import TransformCode, code_of
 from thinwire.bench.scratch.lengths import summed
+from thinwire.bench.scratch.options import planned
 from thinwire.bench.scratch.rows import DENSE, ROWS
 from thinwire.bench.scratch.seconds import Yardstick, bytes_per_token
 from thinwire.cli import main
 from thinwire.codecs import Transform, make
 from thinwire.codecs.transform_fit import Moments, fit
 from thinwire.config.wire import Link
+from thinwire.errors import UsageError
 from thinwire.pipeline.lane import Lane, Message
 
 WIDTH, TOKENS = 64, 9
@@ -85,7 +88,7 @@ def test_bits_that_change_are_priced_by_their_shares():
 
 def test_steps_are_found_between_runs_of_several_lengths():
     def one(row: str, length: float, loss: float, seed: int = 0) -> dict:
-        return {"row": row, "seed": seed, "length": length, "losses": [[1, loss]], "done": 10, "steps": 10}
+        return {"row": row, "rate": 1, "seed": seed, "length": length, "losses": [[1, loss]], "done": 10, "steps": 10}
 
     runs = [one(DENSE, 1, 2.0), one("rotated 4 bits", 1, 2.2), one("rotated 4 bits", 1.5, 1.95)]
     runs += [one("direct 4 bits", 1.0, 2.1), {**one("direct 4 bits", 1.5, 1.0), "done": 5}]  # one was cut short
@@ -109,3 +112,18 @@ def test_the_command_runs_resumes_and_draws(tmp_path, capsys):
     assert main([*words, "--resume"]) == 0
     assert json.loads(out.read_text())["runs"] == document["runs"]
     assert main([*words, "--lengths", "wings"]) == 2
+
+
+def test_a_plan_names_runs_in_order_and_bits_that_change(tmp_path):
+    plan = tmp_path / "plan.txt"
+    plan.write_text("2e-3 1 1.2 tokens + basis 6 back 4, 2 back 3 from 0.1\n\n1e-3 0 1 dense bf16\n")
+    args = argparse.Namespace(plan=str(plan))
+    (row, *rest), second = planned(args)
+    assert (rest, row.phases, row.codec["bits"], row.back["bits"]) == ([2e-3, 1, 1.2], ((0.1, 2.0, 3.0),), 6.0, 4.0)
+    assert (second[0].name, *second[1:]) == ("dense bf16", 1e-3, 0, 1.0)
+    plan.write_text("1e-3 0 dense\n")
+    with pytest.raises(UsageError, match="rate seed times row"):
+        planned(args)
+    plan.write_text("1e-3 0 1 denser\n")
+    with pytest.raises(UsageError, match="no row"):
+        planned(args)

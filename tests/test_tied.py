@@ -9,6 +9,7 @@ from rank_cases import name_of, run_cases
 from rank_launch import launch, on_a_network, passed
 from tied_cases import (
     copy_that_differs_is_healed_and_counted,
+    on_a_card_all_exchanges_have_one_thread_and_one_order,
     sync_trains_on_the_summed_gradients_in_the_predicted_bytes,
 )
 
@@ -19,6 +20,7 @@ CASES = [
     functools.partial(sync_trains_on_the_summed_gradients_in_the_predicted_bytes, "fused"),
     functools.partial(sync_trains_on_the_summed_gradients_in_the_predicted_bytes, "separate"),
     copy_that_differs_is_healed_and_counted,
+    on_a_card_all_exchanges_have_one_thread_and_one_order,
 ]
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
+import threading
+import time
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,7 +15,12 @@ from rank_cases import check, check_ranks_agree
 from torch import nn
 
 from thinwire.collectives.groups import Group
+from thinwire.config.wire import Wire
+from thinwire.data_parallel.gradient_pass import Pass
 from thinwire.parallel import TiedEmbedding
+from thinwire.train.config.sections import read_config
+from thinwire.train.mesh import make_mesh
+from thinwire.train.update import Update
 
 VALUES, STEPS, RATE = (2000, 100), 3, 0.1
 V = 4 * math.prod(VALUES)  # bytes
@@ -88,3 +97,35 @@ def copy_that_differs_is_healed_and_counted() -> None:
         values = float(weight.detach()[5, 7]), float(moment[5, 7])
         check(values == (1.0, 2.0), f"visit {visit}: weight and moment are {values}")
     tied.reducer.close()
+
+
+def on_a_card_all_exchanges_have_one_thread_and_one_order() -> None:
+    """Two communicators whose kernels ranks launch in different orders can wait for each other on a card. The trainer's
+    update as it is made for one, with tensors on the CPU: gradients and tied embedding, delayed at random on each rank,
+    begin on one thread, and in the same order everywhere."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = {"dp": size // 2, "pp": 2, "microbatches": 2}
+    config = read_config({"mesh": mesh, "wire": {"preset": "max"}, "run": {"device": "cuda"}})
+    named = {name: nn.Parameter(torch.ones(64, 32)) for name in ("embedding", "first", "second")}
+    update = Update(config, Wire.of("max"), make_mesh(config.mesh), named, "embedding", None, 10, {rank % 2: named})
+    begun, threads, exchange, delays = [], set(), Pass._exchange, random.Random(rank)
+
+    def recorded(self: Pass, unit, x) -> None:
+        time.sleep(0.02 * delays.random())
+        begun.append((self.setup is update.tied.reducer.setup, unit.parameters))
+        threads.add(threading.current_thread())
+        exchange(self, unit, x)
+
+    with mock.patch.object(Pass, "_exchange", recorded):
+        for step in range(STEPS):
+            for parameter in named.values():
+                parameter.grad = torch.randn(64, 32, generator=torch.Generator().manual_seed(100 * step + rank))
+            check(update.exchanged(), f"step {step} was skipped")
+            update.apply(0.1, 1.0, False)
+    update.close()
+    check(len(threads) == 1, f"{len(threads)} threads exchange")
+    check({tied for tied, _ in begun} == {True, False}, f"only one of the two was exchanged: {begun}")
+    everywhere = [None] * size
+    dist.all_gather_object(everywhere, begun)
+    check(everywhere == [begun] * size, f"orders differ: {everywhere}")
+    check_ranks_agree("the embedding", {"embedding": named["embedding"].detach()})

@@ -120,7 +120,7 @@ def pack(folders: list[Path], path: Path, limit: int) -> tuple[int, int]:
     kept = [data for i, data in enumerate(train) if int((i + 1) * share) > int(i * share)]
     body = b"".join(kept)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(lzma.compress(len(held).to_bytes(8, "little") + held + body, preset=6))
+    path.write_bytes(lzma.compress(len(held).to_bytes(8, "little") + held + body, preset=0))
     return len(body), len(held)
 
 

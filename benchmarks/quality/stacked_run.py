@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from site_adam import BLOCK, NoiseRatio, SiteAdamW
+from site_adam import BLOCK, NoiseRatio, SignalAdamW, SiteAdamW
 from stacked_model import Size, losses, sequences, starts
 from stacked_sites import LocalSites, PerStep, per_step_wire, table_of
 from torch import Tensor, nn
@@ -24,7 +24,9 @@ HELD = 512  # sequences, at the end; on the way a quarter of them
 class Job:
     """One run. every: H, 0 where it is none. table: `[local]`, but for `every`, as JSON would have it. apart: sites
     have text of their own. batch: sequences per step, over all sites. flush: the last round sends all that is left, in
-    four bits per value. site_adam: the inner optimiser is SiteAdamW, not AdamW."""
+    four bits per value. site_adam: the inner optimiser is SiteAdamW, not AdamW. moments: whose second moments the inner
+    optimiser divides by: a site's "own", or what it takes the common batch's to be (SignalAdamW: "signal"). late:
+    {"share", "every", "table"}: the last share of the steps has this H, and this wire where one is given."""
 
     method: str
     sites: int
@@ -38,6 +40,8 @@ class Job:
     batch: int = 16
     size: Size = field(default_factory=Size)
     site_adam: bool = False
+    moments: str = "own"
+    late: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def copies(self) -> int:
@@ -102,6 +106,9 @@ class _Trainee:
         """The optimiser has made its step."""
         if self.local is not None:
             self.local.step()
+            late = self.job.late
+            if late and step + 1 == round(self.job.steps * (1 - late["share"])):
+                self.local.go_on(table_of(late.get("table", self.job.table), late["every"]))
         if step % max(1, self.job.steps // AVERAGED) == 0:
             now = self.shared()
             self.average = now.clone() if self.average is None else self.average.lerp_(now, 0.2)
@@ -123,6 +130,8 @@ def _optimizer(run: _Trainee, fused: bool) -> torch.optim.Optimizer:
     how: dict[str, Any] = {"lr": run.job.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if run.job.site_adam:
         return SiteAdamW(run.parameter, NoiseRatio(lambda x: x.mean(0), run.job.sites), **how)
+    if run.job.moments != "own":
+        return SignalAdamW(run.parameter, run.job.sites, run.job.moments, **how)
     return torch.optim.AdamW([run.parameter], fused=fused, **how)
 
 

@@ -9,7 +9,7 @@ x[sites, n] holds all sites; `settings` are thinwire's own `Local` and `Reductio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from stacked_exchange import exchange, sent_bytes
@@ -35,15 +35,19 @@ class Wire:
 
     def __init__(self, reduction: Reduction, names: list[str], size: Size, sites: int) -> None:
         shapes = size.shapes()
-        self.reduction = reduction
         self.units = make_units({name: shapes[name] for name in names}, reduction)
         self.spans = spans_of([name for unit in self.units for name in unit.parameters], size)
         self.residuals: dict[Unit, Tensor] = {}
+        self.turns = 0
+        self.change(reduction, sites)
+
+    def change(self, reduction: Reduction, sites: int) -> None:
+        """Average so from now on; units and residuals stay."""
+        self.reduction = reduction
         self.states: dict[Unit, State] = {unit: {} for unit in self.units}  # the collective's own
         self.collectives = {unit: Dense() if unit.exact else reduction.collective for unit in self.units}
         parts = [(self.collectives[unit], unit.shapes, sites) for unit in self.units]
         self.bytes_of_turns = [sum(sent_bytes(*part, turn) for part in parts) for turn in (0, 1)]
-        self.turns = 0
 
     @property
     def bytes(self) -> int:
@@ -145,6 +149,13 @@ class LocalSites:
         for fragment in due:
             if fragment not in late:
                 self._apply(fragment)
+
+    def go_on(self, settings: Local) -> None:
+        """From now on with this H and this wire; anchors, residuals and the outer optimiser's state stay."""
+        self.schedule = replace(Schedule.of(settings), warmup=self.steps)
+        reduction = settings.wire.gradient or Reduction(Dense())
+        for fragment in self.fragments:
+            fragment.wire.change(reduction, self.weights.shape[0])
 
     def finish(self) -> None:
         """One last round; all sites then hold the anchor."""

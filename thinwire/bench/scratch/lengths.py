@@ -15,12 +15,13 @@ import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from typing import Any
 
-from thinwire.bench.scratch.options import Scratch, chosen, lengths, read_setup
-from thinwire.bench.scratch.rows import DENSE, ROWS, Row
+from thinwire.bench.scratch.corpus import text
+from thinwire.bench.scratch.options import Scratch, planned, read_setup
+from thinwire.bench.scratch.rows import DENSE, ROWS, Row, row_of
 from thinwire.bench.scratch.seconds import PUBLISHED_RATIO, Yardstick, bytes_per_token, seconds_per_step
 from thinwire.quantities import half_interval
 from thinwire.terminal import progress, read_json, table, write_json
@@ -32,16 +33,17 @@ def run(args: argparse.Namespace) -> int:
     """Carry out `thinwire bench scratch --formulas` as `args` says; the exit status."""
     end = time.monotonic() + args.budget
     setup = read_setup(args)
-    seeds = range(args.seeds or (1 if args.quick else 3))
     document: dict[str, Any] = read_json(args.json) if args.resume else {"setup": asdict(setup), "runs": []}
-    done = {(one["row"], one["seed"], one["length"]) for one in document["runs"]}
+    for one in document["runs"]:
+        one.setdefault("rate", document["setup"]["rate"])  # files of before rows had rates of their own
+    done = {_key(one) for one in document["runs"]}
     jobs = [
-        (row, setup, seed, length)
-        for row in chosen(args)
-        for length in ([1.0] if row.name == DENSE else lengths(args))
-        for seed in seeds
-        if (row.name, seed, length) not in done
+        (row, replace(setup, rate=rate), seed, length)
+        for row, rate, seed, length in planned(args)
+        if (row.name, rate, seed, length) not in done
     ]
+    if setup.cache and jobs:
+        text(setup, 0)  # once, and not in every process
     failed: list[str] = []
     with progress("scratch", sum(round(setup.steps * job[3]) for job in jobs)) as advance:
         context = get_context("spawn")  # a fork could not use a card
@@ -82,17 +84,34 @@ def train_one(job: Job, end: float, eager: bool) -> dict[str, Any] | None:
         return {"error": f"{row.name}, seed {seed}: {traceback.format_exc()}"}
     finally:
         gc.collect()  # graphs keep their memory until then
-    return {"row": row.name, "seed": seed, "length": length, **found}
+    return {"row": row.name, "rate": setup.rate, "seed": seed, "length": length, **found}
+
+
+def _key(one: dict[str, Any]) -> tuple[str, float, int, float]:
+    return one["row"], one["rate"], one["seed"], one["length"]
+
+
+def at_their_rate(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whole runs, of every row those at the rate that is best for it: with the least loss at the shortest length of
+    seed 0, and so not chosen by the seeds that are averaged besides."""
+    whole = [one for one in runs if one["done"] == one["steps"]]
+    best = {}
+    for name in {one["row"] for one in whole}:
+        mine = [one for one in whole if one["row"] == name and one["seed"] == 0]
+        least = min((one["length"] for one in mine), default=None)
+        tried = {one["rate"]: one["losses"][-1][1] for one in mine if one["length"] == least}
+        best[name] = min(tried, key=lambda rate: tried[rate]) if tried else None
+    return [one for one in whole if one["rate"] == best[one["row"]]]
 
 
 def summed(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per row and length: the last loss over dense's in %, by seed; per row steps and T beside dense's (None: not
     reached). Runs that were cut short, and seeds without dense, are left out."""
-    whole = [one for one in runs if one["done"] == one["steps"]]
+    whole = at_their_rate(runs)
     dense = {one["seed"]: one["losses"][-1][1] for one in whole if one["row"] == DENSE}
     size = Yardstick()
     out = []
-    for row in ROWS.values():
+    for row in map(row_of, dict.fromkeys(one["row"] for one in whole)):
         mine = [one for one in whole if one["row"] == row.name and one["seed"] in dense]
         if not mine:
             continue
@@ -109,11 +128,11 @@ def summed(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         seconds = seconds_per_step(row, size)
         share = seconds / seconds_per_step(ROWS[DENSE], size)
         out.append({
-            "row": row.name, "bytes_per_token": bytes_per_token(row, size), "seconds": seconds, "percent": percent,
-            "steps": steps, "steps_ratio": ratio, "time_ratio": None if ratio is None else ratio * share,
-            "least_time": tried[-1] * share,
+            "row": row.name, "rate": mine[0]["rate"], "bytes_per_token": bytes_per_token(row, size), "seconds": seconds,
+            "percent": percent, "steps": steps, "steps_ratio": ratio,
+            "time_ratio": None if ratio is None else ratio * share, "least_time": tried[-1] * share,
         })  # fmt: skip
-    return out
+    return sorted(out, key=lambda row: -row["bytes_per_token"])
 
 
 def _reached(curve: Sequence[tuple[float, float]], target: float) -> float | None:
@@ -140,11 +159,12 @@ def show(document: dict[str, Any], setup: Scratch) -> None:
         seeds = max(len(percent) for percent in row["percent"].values())
         missed = row["steps_ratio"] is None
         lines.append((
-            row["row"], seeds, round(row["bytes_per_token"]), f"{row['seconds']:.1f}", losses,
+            row["row"], f"{row['rate']:g}", seeds, round(row["bytes_per_token"]), f"{row['seconds']:.1f}", losses,
             "not reached" if missed else f"{row['steps_ratio']:.2f}",
             f"> {row['least_time']:.3f}" if missed else f"{row['time_ratio']:.3f}",
         ))  # fmt: skip
-    columns = ("row", "seeds", "B per token", "s per step", "last loss over dense's, %", "steps / dense", "T / T dense")
+    sizes = ("row", "rate", "seeds", "B per token", "s per step")
+    columns = (*sizes, "last loss over dense's, %", "steps / dense", "T / T dense")
     model = f"{setup.stages} stages of one layer, width {setup.width}, {setup.steps} steps of {setup.tokens} tokens"
     caption = (
         "bytes and seconds of the yardstick's step (width 1024, 524,288 tokens, 200 Mb/s, 50 ms); ×: times dense's "

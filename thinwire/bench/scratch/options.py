@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from thinwire.bench.scratch.rows import DENSE, QUICK, ROWS, Row
+from thinwire.bench.scratch.rows import DENSE, QUICK, ROWS, Row, row_of
 from thinwire.errors import UsageError
 from thinwire.installed import check_figures
 from thinwire.terminal import read_json
@@ -97,6 +98,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", default="1", metavar="TIMES", help="with --formulas: dense's steps times these, a run each (1)"
     )
+    parser.add_argument(
+        "--plan", metavar="FILE", help="with --formulas: these runs in this order; a line: rate seed times row"
+    )
     parser.add_argument("--text", metavar="FOLDER", help="of .py and .txt files to train on (Python's library)")
     parser.add_argument("--cache", metavar="FILE", help="keeps the tokens of the text, for other runs of it")
     parser.add_argument("--device", help="cpu or cuda (cpu)")
@@ -134,6 +138,31 @@ def lengths(args: argparse.Namespace) -> list[float]:
     if max(found) > read_setup(args).most:
         raise UsageError(f"--lengths {args.lengths}: more than --most {read_setup(args).most}")
     return found
+
+
+def planned(args: argparse.Namespace) -> list[tuple[Row, float, int, float]]:
+    """The runs with --formulas, in order: row, rate, seed, times dense's steps."""
+    if not args.plan:
+        seeds, rate = range(args.seeds or (1 if args.quick else 3)), read_setup(args).rate
+        return [
+            (row, rate, seed, length)
+            for row in chosen(args)
+            for length in ([1.0] if row.name == DENSE else lengths(args))
+            for seed in seeds
+        ]
+    try:
+        lines = Path(args.plan).read_text().splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read {args.plan}: {error.strerror}") from None
+    out = []
+    for line in filter(None, map(str.strip, lines)):
+        try:
+            at, seed, times, name = line.split(maxsplit=3)
+            numbers = float(at), int(seed), float(times)
+        except ValueError:
+            raise UsageError(f"--plan {args.plan}: {line!r} is not: rate seed times row") from None
+        out.append((row_of(name), *numbers))
+    return out
 
 
 def read_setup(args: argparse.Namespace) -> Scratch:

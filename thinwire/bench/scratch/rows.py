@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from thinwire.errors import UsageError
+
 DENSE = "dense bf16"
 BF16: Mapping[str, Any] = {"codec": "cast", "to": "bf16"}
 PUBLISHED_SHARE = 160 / 1024  # of the width: the rank of the published fixed subspace
@@ -91,4 +93,26 @@ ROWS = {
         *(Row(f"tokens + basis {f} back {b}", _transform(f, 100), back=_transform(b), tokens=0.1) for f, b in FITTED),
     )
 }
+
+
+def row_of(name: str) -> Row:
+    """The row of a name: one of ROWS, or one whose bits change, like "tokens + basis 2 back 2, 3 back 3 from 0.7".
+
+    After a comma: bits forward, bits back, and the share of the steps from which they hold.
+    """
+    if name in ROWS:
+        return ROWS[name]
+    first, *later = name.split(", ")
+    try:
+        forward, back = map(float, first.removeprefix("tokens + basis ").split(" back "))
+        phases = []
+        for phase in later:
+            bits, share = phase.split(" from ")
+            there, here = map(float, bits.split(" back "))
+            phases.append((float(share), there, here))
+    except ValueError:
+        raise UsageError(f"{name!r} is no row; rows are {', '.join(ROWS)}") from None
+    return Row(name, _transform(forward, 100), back=_transform(back), tokens=0.1, phases=tuple(phases))
+
+
 QUICK = (DENSE, "direct 3 bits", "rotated 4 bits", "fixed subspace bf16", "learned d/4 at 4 bits")

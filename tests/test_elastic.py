@@ -168,6 +168,7 @@ def test_local_steps_of_sites_that_come_and_go(tmp_path):
             assert line["skips"] == 0, "the others' round counts"
         if name == "d":
             assert joined["joined"]["rounds"] > 6 and joined["joined"]["inner"] > 0, "moments come with the anchors"
+            assert joined["joined"]["residual"], "and what a site has not sent"
     assert all(len(weights) == 1 for weights in by_inner.values()), "anchors have the same bits on all sites"
     assert [max(line["returns"] for line in found[name] if "returns" in line) for name in "abcd"] == [0, 0, 1, 0]
     assert [line["size"] for line in found["a"] if "size" in line][-1] == 3

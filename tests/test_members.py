@@ -208,3 +208,25 @@ def test_a_newcomer_with_other_settings_is_refused():
     with pytest.raises(UsageError, match=r"differs from the quorum in seed: 0 against 7"):
         load(told | {"config": told["config"] | {"seed": "7"}})
     reducer.close()
+
+
+def test_a_newcomers_residual_is_a_copy_of_a_sites():
+    sites = []
+    for left in (3.0, None, 5.0):
+        model, quorum = torch.nn.Linear(4, 4, bias=False), Alone()
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        local = tw.parallel.LocalSteps(model.named_parameters(), inner, "sparseloco", quorum, every=2)
+        (unit,) = local.site.exchange.compressed
+        if left is not None:
+            local.site.exchange.channels[unit].state.write("e", unit.name, torch.full((16,), left))
+        sites.append((local, quorum.told["thinwire local steps"]))
+    told = sites[0][1][1]()
+    for (local, (load, _)), expected in zip(sites[1:], (3.0, 5.0)):
+        load(told)
+        (unit,) = local.site.exchange.compressed
+        assert local.site.residual(unit).unique().tolist() == [expected], "one that comes back keeps its own"
+    told["residual"][unit.name].zero_()
+    (unit,) = sites[0][0].site.exchange.compressed
+    assert sites[0][0].site.residual(unit).unique().tolist() == [3.0], "the copy is no view"
+    for local, _ in sites:
+        local.close()

@@ -3,12 +3,17 @@
 A site that dies is missed in the next round: the round is repeated by the others, with the same outer gradients. A
 newcomer waits for a round, takes anchors, the outer optimiser and the inner one's moments from a site, and has no
 weight in that round: it has trained on nothing yet.
+
+It takes that site's residual too. With a newcomer everybody's residual counts for less: three of weight 1/3 become four
+of 1/4. A fourth of 0 would take a quarter off the mean residual, and with sparse wires that is many rounds' learning.
+With a copy of one of the three the mean is, on average, what it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.collectives.members import Elastic, Saved
@@ -102,7 +107,15 @@ class Meetings:
     def _save(self) -> Saved:
         state = site_state(self.inner, self.parameters, self.fragments)
         kept = {name: value for name, value in state.items() if not name.startswith("weight/")}
-        return {"number": self.number, "steps": self.steps, "tokens": self.tokens, "state": kept}
+        about = {"number": self.number, "steps": self.steps, "tokens": self.tokens}
+        return about | {"state": kept, "residual": self._residuals()}
+
+    def _residuals(self) -> dict[str, Tensor]:
+        """By unit, after the last round that counted."""
+        before = self.site.exchange.residuals_before  # of a round that may have to be repeated
+        units = self.site.exchange.compressed
+        found = {u.name: before[u] if u in before else self.site.residual(u) for u in units}
+        return {name: left.clone() for name, left in found.items() if left is not None}
 
     def _load(self, told: Saved) -> None:
         state = told["state"]
@@ -110,7 +123,16 @@ class Meetings:
         state = state | {f"weight/{n.removeprefix('anchor/')}": x for n, x in state.items() if n.startswith("anchor/")}
         load_fragments(self.fragments, state)
         load_optimizer(self.inner, self.parameters, "inner", state)
+        if not self._residuals():  # one that was cut off, and comes back, has its own
+            self._take_residuals(told["residual"])
         start_anew(self.fragments)
         self.number = int(str(told["number"]))
         self.steps = int(str(told["steps"]))
         self.tokens = float(str(told["tokens"]))
+
+    def _take_residuals(self, theirs: object) -> None:
+        assert isinstance(theirs, dict)
+        for unit in self.site.exchange.compressed:
+            if unit.name in theirs:
+                left = theirs[unit.name].to(self.fragments[0].home)
+                self.site.exchange.channels[unit].state.write("e", unit.name, left)

@@ -7,6 +7,7 @@ import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from thinwire.distributed.values import broadcast_json, gather_json, tensors_on_
 from thinwire.elastic.alarm import Alarm
 from thinwire.elastic.alarmed import AlarmedMembers
 from thinwire.errors import UsageError
+from thinwire.train.members.late import Late
 
 SIZE = 3
 LIMIT = 30.0
@@ -230,3 +232,9 @@ def test_a_newcomers_residual_is_a_copy_of_a_sites():
     assert sites[0][0].site.residual(unit).unique().tolist() == [3.0], "the copy is no view"
     for local, _ in sites:
         local.close()
+
+
+def test_means_that_a_killed_life_kept_are_deleted(tmp_path):
+    (tmp_path / "7.safetensors").write_bytes(b"of an earlier life")
+    Late(SimpleNamespace(is_whole=True), None, tmp_path, print)
+    assert list(tmp_path.iterdir()) == []

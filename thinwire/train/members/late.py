@@ -52,6 +52,8 @@ class Late:
         self.shared = shared
         self.healing = healing
         self.folder = folder
+        for left in folder.glob(GRADIENT.format("*")):  # of a life that was killed before its state had come
+            left.unlink()
         self.optimise = optimise
         self.fetching: Fetching | None = None
         self.kept: dict[int, tuple[float, float]] = {}  # step → rate, norm

@@ -9,14 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from thinwire.bench.scratch.codes import TransformCode, code_of
+from thinwire.bench.scratch.codes import Tokens, TransformCode
 from thinwire.bench.scratch.lengths import summed
 from thinwire.bench.scratch.options import planned
 from thinwire.bench.scratch.rows import DENSE, ROWS
 from thinwire.bench.scratch.seconds import Yardstick, bytes_per_token
+from thinwire.bench.scratch.ways import KeptCode, code_of, codes_of, tilt_of
 from thinwire.cli import main
 from thinwire.codecs import Transform, make
-from thinwire.codecs.transform_fit import Moments, fit
+from thinwire.codecs.transform_fit import Moments, eigenvectors, fit
 from thinwire.config.wire import Link
 from thinwire.errors import UsageError
 from thinwire.pipeline.lane import Lane, Message
@@ -45,7 +46,7 @@ def test_formulas_err_as_the_codecs_do(name):
     x, ids = values(0)
     codec = make(**ROWS[name].codec)
     coded = codec.decode(codec.encode(x, 5), x.shape, x.dtype, 5)
-    ours = code_of(ROWS[name].codec, WIDTH, TOKENS, 0.0, CPU)(x, ids)
+    ours = code_of(ROWS[name].codec, WIDTH, TOKENS, 0.0, CPU)(x, Tokens.of(ids, TOKENS))
     assert error(ours, x) == pytest.approx(error(coded, x), rel=0.15)  # of other random signs
     assert "rotated" in name or torch.equal(ours, coded)
 
@@ -55,10 +56,10 @@ def test_a_book_gives_the_codec_s_own_values():
     x, ids = values(0)
     codec, ours = Transform(2, every=100), TransformCode(Transform(2, every=100), WIDTH, TOKENS, 0.0, CPU)
     book = fit(codec, Moments.of(x))
-    ours.made = True
-    ours._take(book)
+    moments = Moments.of(x)
+    ours.take(moments, eigenvectors(moments.products / moments.count))
     codec = codec.with_book(book)
-    assert torch.allclose(ours(x, ids), codec.decode(codec.encode(x), x.shape, x.dtype), atol=1e-4)
+    assert torch.allclose(ours(x, Tokens.of(ids, TOKENS)), codec.decode(codec.encode(x), x.shape, x.dtype), atol=1e-4)
 
 
 def test_means_and_books_come_when_a_channel_has_them():
@@ -76,7 +77,7 @@ def test_means_and_books_come_when_a_channel_has_them():
             lane.resolve_checks()
             lane.end_step(keep=True)
         ours.before(step)
-        assert error(ours(x, ids), x) == pytest.approx(error(y, x), rel=0.1), step
+        assert error(ours(x, Tokens.of(ids, TOKENS)), x) == pytest.approx(error(y, x), rel=0.1), step
     assert ours.made and ends[1].coded[0].codec.book is not None
 
 

@@ -81,12 +81,16 @@ def eigenvectors(covariance: Tensor) -> Tensor:
 
 def allotted(codec: Transform, moments: Moments, basis: Tensor) -> tuple[Tensor, Tensor]:
     """The steps and bits of a book in that basis."""
-    variances, energies = spread(moments, basis)
-    total = codec.row_bits(len(basis))
+    return allotted_to(codec, *spread(moments, basis))
+
+
+def allotted_to(codec: Transform, variances: Tensor, energies: Tensor) -> tuple[Tensor, Tensor]:
+    """The steps and bits of components of these variances, in classes of rows of these energies."""
+    total = codec.row_bits(len(variances))
     alike = given_out(variances[None], total)
     classes = given_out(energies[:, None] * variances, CLASSES * total)
     bits = torch.cat((alike, classes))
-    return torch.tensor(STEP, device=basis.device)[bits] * variances.sqrt(), bits
+    return torch.tensor(STEP, device=variances.device)[bits] * variances.sqrt(), bits
 
 
 def spread(moments: Moments, basis: Tensor) -> tuple[Tensor, Tensor]:

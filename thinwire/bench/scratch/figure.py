@@ -58,7 +58,7 @@ def draw_lengths(document: dict[str, Any], path: str | Path) -> None:
     rows = document["rows"]
     for at, row in enumerate(rows):
         reached = row["time_ratio"] is not None
-        long = row["time_ratio"] if reached else row["least_time"]
+        long = row["time_ratio"] if reached else row["share"]
         left.barh(at, long, color=_colour(row["row"]), alpha=1.0 if reached else 0.25)
         left.text(long + 0.01, at, f"{long:.2f}" if reached else f"> {long:.2f}, not reached", va="center")
     left.axvline(PUBLISHED_RATIO, color="#CC79A7", linestyle=":", label="published: fixed subspace")
@@ -68,7 +68,7 @@ def draw_lengths(document: dict[str, Any], path: str | Path) -> None:
     left.set(xlabel="T / T of dense (steps × seconds of the yardstick's step)", title="time to dense's loss")
     left.legend(loc="lower right")
     for row in rows:
-        percent = row["percent"].get("1.0")
+        percent = list(row["percent"].get("1.0", {}).values())
         if percent:
             about = half_interval(percent)
             right.errorbar(

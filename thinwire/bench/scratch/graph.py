@@ -113,11 +113,11 @@ class Run:
         return out
 
     def _one(self, step: int) -> None:
-        codes = [code for boundary in self.codes for code in boundary]
+        codes = [inner(code) for boundary in self.codes for code in boundary]
         again = books(codes)
         looking = looked_at(step, BOOKS)
         for code in codes:
-            inner(code).looking = looking
+            code.looking = looking
             code.before(step)
         for share, *bits in self.row.phases:
             if step == round(share * self.steps):

@@ -120,9 +120,9 @@ def summed(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         last = {(one["length"], one["seed"]): one["losses"][-1][1] for one in mine}
         percent = {
-            str(length): {str(seed): 100 * (loss / dense[1, seed] - 1) for (at, seed), loss in last.items() if at == length}
+            str(length): {str(of): 100 * (loss / dense[1, of] - 1) for (at, of), loss in last.items() if at == length}
             for length in sorted({length for length, _ in last})
-        }  # fmt: skip
+        }
         steps = {str(seed): _steps(last, dense, seed) for _, seed in last}
         found = [one for one in steps.values() if one is not None]
         ratio = statistics.fmean(found) if len(found) == len(steps) else None
@@ -137,8 +137,9 @@ def summed(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _steps(last: Losses, dense: Losses, seed: int) -> float | None:
-    """A row's steps over those with which dense ends at the same loss, by the row's run that ends nearest to dense's own
-    loss; None: dense was not trained so shortly.
+    """A row's steps over those with which dense ends at the same loss; None: dense was not trained so shortly.
+
+    Of the row's runs that one counts which ends nearest to dense's own loss.
 
     last, dense: losses by length and seed. What lengths dense was not trained for with this seed are seed 0's, by as
     much more as they are at dense's own length.

@@ -41,7 +41,8 @@ class Row:
     @property
     def messages(self) -> bool:
         """Can it be had with messages? Bits that change within a run, and the bound of all codes, cannot."""
-        return not (self.phases or self.kept or self.tilt or "ideal" in self.codec or "ideal" in self.back)
+        own = {name for way in (self.codec, self.back) for name in way}
+        return not (self.phases or self.kept or self.tilt or own.intersection(FORMULAS))
 
     @property
     def formulas(self) -> bool:
@@ -61,8 +62,16 @@ def _rotated(bits: int, scale: str = "absmax") -> Mapping[str, Any]:
     return {"codec": "rotated", "inner": _direct(bits, scale)}
 
 
-def _transform(bits: float, every: int = 0, ideal: bool = False) -> Mapping[str, Any]:
-    return {"codec": "transform", "bits": bits, "every": every, **({"ideal": True} if ideal else {})}
+FORMULAS = ("ideal", "sized")  # what a way has beside what a `[wire]` table has
+
+
+def _transform(bits: float, every: int = 0, **more: bool) -> Mapping[str, Any]:
+    return {"codec": "transform", "bits": bits, "every": every, **{name: True for name in more if more[name]}}
+
+
+def configured(way: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `[wire]` table has of it."""
+    return {name: value for name, value in way.items() if name not in FORMULAS}
 
 
 BITS = (8, 6, 4, 3)
@@ -101,23 +110,23 @@ ROWS = {
 
 
 NAME = re.compile(
-    r"(?P<ideal>ideal )?tokens \+ basis (?P<bits>[\d.]+ back [\d.]+)(?P<kept> kept)?( tilt (?P<tilt>-?[\d.]+))?"
-    r"(?P<phases>(, [\d.]+ back [\d.]+ from [\d.]+)*)"
+    r"(?P<ideal>ideal )?tokens \+ basis (?P<bits>[\d.]+ back [\d.]+)"
+    r"(?P<sized> sized)?(?P<kept> kept)?( tilt (?P<tilt>-?[\d.]+))?(?P<phases>(, [\d.]+ back [\d.]+ from [\d.]+)*)"
 )
 
 
 def row_of(name: str) -> Row:
     """The row of a name: one of ROWS, or one like "tokens + basis 6 back 4 kept tilt 0.5, 2 back 2 from 0.1".
 
-    kept, tilt: as of Row. After a comma: bits forward, bits back, and the share of the steps from which they hold.
-    ideal before all of it: as the best codes of so many bits would err.
+    kept, tilt: as of Row. sized: rows of gradients have bits by their size. After a comma: bits forward, bits back, and
+    the share of the steps from which they hold. ideal before all of it: as the best codes of so many bits would err.
     """
     if name in ROWS:
         return ROWS[name]
     found = NAME.fullmatch(name)
     if found is None:
         raise UsageError(f"{name!r} is no row; rows are {', '.join(ROWS)}")
-    ideal = bool(found["ideal"])
+    ideal, sized = bool(found["ideal"]), bool(found["sized"])
     forward, back = map(float, found["bits"].split(" back "))
     phases = []
     for phase in found["phases"].split(", ")[1:]:
@@ -125,8 +134,9 @@ def row_of(name: str) -> Row:
         there, here = map(float, bits.split(" back "))
         phases.append((float(share), there, here))
     return Row(
-        name, _transform(forward, 100, ideal), back=_transform(back, 0, ideal), tokens=0.1, phases=tuple(phases),
-        kept=bool(found["kept"]), tilt=float(found["tilt"] or 0),
+        name, _transform(forward, 100, ideal=ideal), tokens=0.1, phases=tuple(phases),
+        back=_transform(back, 100 if sized else 0, ideal=ideal, sized=sized), kept=bool(found["kept"]),
+        tilt=float(found["tilt"] or 0),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from thinwire.bench.scratch.rows import Row
+from thinwire.bench.scratch.rows import Row, configured
 from thinwire.codecs import frame as framing
 from thinwire.codecs import make
 from thinwire.codecs.transform import Book
@@ -50,7 +50,7 @@ def message_bytes(row: Row, size: Yardstick) -> float:
 
 def _bytes(way: Mapping[str, Any], bits: float | None, shape: tuple[int, int]) -> float:
     """Of one message; bits: instead of the codec's own, where it has any."""
-    given = {name: value for name, value in way.items() if name != "ideal"}
+    given = configured(way)
     return framing.BYTES + make(**{**given, **({} if bits is None else {"bits": bits})}).nbytes(shape, torch.float32)
 
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from thinwire.bench.scratch.codes import Code, Tokens, TransformCode
-from thinwire.bench.scratch.rows import Row
+from thinwire.bench.scratch.rows import Row, configured
 from thinwire.codecs import Cast, Transform, make
 
 LEAST_BITS = 0.25
 
 
 class KeptCode(Code):
-    """Gradients whose errors are kept by token at the sending end, and sent with the token's gradients of the next step.
+    """Gradients whose errors are kept by token at the sending end, and sent with the token's next gradients.
 
         z = g + e(token)/n ;  y = C(z) ;  e(token) ← Σ (z − y)           n: how often the token is in this step
 
@@ -78,8 +78,9 @@ def tilted(way: Mapping[str, Any], more: float) -> Mapping[str, Any]:
 
 
 def code_of(way: Mapping[str, Any], width: int, vocabulary: int, tokens: float, device: torch.device) -> Code:
-    """The code of one direction, as a `[wire]` table has it; with "ideal" it errs by the rate-distortion bound."""
-    codec = make(**{name: value for name, value in way.items() if name != "ideal"})
+    """The code of one direction, as a `[wire]` table has it; "ideal", "sized": as of TransformCode."""
+    codec = make(**configured(way))
     if isinstance(codec, Transform):
-        return TransformCode(codec, width, vocabulary, tokens, device, bool(way.get("ideal")))
+        more = bool(way.get("ideal")), bool(way.get("sized"))
+        return TransformCode(codec, width, vocabulary, tokens, device, *more)
     return Code(codec)

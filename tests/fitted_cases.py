@@ -53,8 +53,10 @@ class Tokened(Run):
 
 
 def fitted_links_train(name: str) -> None:
-    """Both ends hold one table and one book, and the model is nearly that of exact messages; fewer bits from the seventh
-    step on."""
+    """Both ends hold one table and one book, and the model is nearly that of exact messages.
+
+    Bits fall with the seventh step.
+    """
     microbatches = fitting(name, 2)[-1]
     exact, ours = Tokened(name, microbatches, Wire()), Tokened(name, microbatches, EARLY)
     for step in range(STEPS):

@@ -138,7 +138,7 @@ def test_rows_of_gradients_have_bits_by_their_size():
     ids = torch.zeros(8, 32, dtype=torch.int64)
     found = []
     for sized in (False, True):
-        code = TransformCode(Transform(2, every=1), WIDTH, TOKENS, 0.0, CPU, sized=True)
+        code = TransformCode(Transform(2, every=1), WIDTH, TOKENS, 0.0, CPU, frozenset({"sized"}))
         if sized:
             code.take(Moments.of(x), None)
         found.append(error(code(x, Tokens.of(ids, TOKENS)), x))
@@ -186,3 +186,17 @@ def test_steps_stand_beside_dense_s_at_the_same_loss():
     found = {row["row"]: row for row in summed(runs)}["rotated 4 bits"]
     assert found["steps"] == {"0": pytest.approx(2), "1": pytest.approx(2)}  # half of dense's, by logarithms
     assert found["percent"]["1.0"]["0"] == pytest.approx(10)
+
+
+def test_gradients_of_components_without_bits_are_dropped_where_asked():
+    x, ids = values(0)
+    code = code_of(row_of("tokens + basis 0.5 back 1 soft masked").codec, WIDTH, TOKENS, 0.0, CPU)
+    assert code.soft and torch.equal(code.mask(x), x)
+    moments = Moments.of(x)
+    code.take(moments, eigenvectors(moments.products / moments.count))
+    left = code.mask(x)
+    assert torch.allclose(code.mask(left), left, atol=0.1) and 0 < (code.bits[0] > 0).sum() < WIDTH / 2
+    assert error(left, code(x, Tokens.of(ids, TOKENS))) < error(x, code(x, Tokens.of(ids, TOKENS)))
+    even = code_of(row_of("tokens + basis 0.5 back 1").codec, WIDTH, TOKENS, 0.0, CPU)
+    even.take(moments, eigenvectors(moments.products / moments.count))
+    assert (code.bits[0] > 0).sum() > (even.bits[0] > 0).sum()

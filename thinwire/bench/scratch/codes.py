@@ -22,9 +22,10 @@ from thinwire.bench.scratch.formulas import (
     quantised,
     random_signs,
     rotated,
+    work,
 )  # fmt: skip
 from thinwire.codecs import Codec
-from thinwire.codecs.transform import CLASSES, MOST_BITS, Book, Transform, block_of
+from thinwire.codecs.transform import CLASSES, MOST_BITS, STEP, Book, Transform, block_of
 from thinwire.codecs.transform_fit import LOOKED_AT, Moments, allotted, allotted_to, eigenvectors, energies_of, spread
 from thinwire.memory.fitted import LOOKED, due
 
@@ -68,23 +69,26 @@ class Code:
 class TransformCode(Code):
     """Of a Transform: by rotation, or in a learnt basis; with token means before it where `tokens` is not 0.
 
-    codec: as configured. width: of rows. vocabulary: of tokens. tokens: rate of their means. ideal: as the best code of
-    so many bits in the same basis would err, by the rate-distortion bound; it cannot be had. sized: a codec that learns
-    learns only how unlike in size rows are, and every message is rotated at random. Books and means follow the rules of
-    memory/fitted.py.
+    codec: as configured. width: of rows. vocabulary: of tokens. tokens: rate of their means. Books and means follow
+    the rules of memory/fitted.py. flags, any of:
+      ideal   errs as the best code of so many bits in the same basis would, by the rate-distortion bound
+      sized   learns only how unlike in size rows are; every message is rotated at random
+      soft    bits go by the square roots of variances, and so more evenly
+      masked  gradients for components without bits are dropped, on their way back
     """
 
     codec: Transform
 
     def __init__(
-        self, codec: Transform, width: int, vocabulary: int, tokens: float, device: torch.device, ideal: bool = False,
-        sized: bool = False,
+        self, codec: Transform, width: int, vocabulary: int, tokens: float, device: torch.device,
+        flags: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
         super().__init__(codec)
         self.width, self.rate = width, tokens
-        self.ideal, self.sized = ideal, sized
+        self.ideal, self.sized = "ideal" in flags, "sized" in flags
+        self.soft, self.masked = "soft" in flags, "masked" in flags
         room = 1 + CLASSES if codec.learns else 1
-        self.basis = torch.zeros(width, width, device=device) if codec.learns and not sized else None
+        self.basis = torch.zeros(width, width, device=device) if codec.learns and not self.sized else None
         self.steps, self.bits = (torch.zeros(room, width, device=device) for _ in range(2))
         self.made = False  # is there a book?
         shapes = (width, width), (CLASSES,), ()
@@ -124,6 +128,14 @@ class TransformCode(Code):
         values = code(rotated(blocks, signs).view(z.shape), scale, classes, self.steps[room], self.bits[room])
         return rotated(values.view(blocks.shape), signs, back=True).view(z.shape)
 
+    def mask(self, gradient: Tensor) -> Tensor:
+        """A gradient that has come back, without components that nothing crosses of."""
+        if not self.masked or not self.made or self.basis is None:
+            return gradient
+        basis = self.basis * (self.bits[0] > 0)
+        rows = gradient.reshape(-1, self.width).to(work(gradient))
+        return ((rows @ basis.to(rows.dtype)) @ basis.T.to(rows.dtype)).view(gradient.shape).to(gradient.dtype)
+
     def _look(self, z: Tensor) -> None:
         rows = z[:: max(1, -(-len(z) // LOOKED_AT))].float()
         unit = rows / rows.square().mean(1, keepdim=True).sqrt().clamp_min(TINY)
@@ -156,6 +168,10 @@ class TransformCode(Code):
             steps, bits = allotted_to(self.codec, alike, (moments.energies / moments.count).clamp_min(TINY))
         else:
             steps, bits = (filled if self.ideal else allotted)(self.codec, moments, basis)
+            if self.soft:
+                variances, energies = spread(moments, basis)
+                bits = allotted_to(self.codec, variances.sqrt(), energies.sqrt())[1]
+                steps = torch.tensor(STEP, device=bits.device)[bits] * variances.sqrt()
             self.basis.copy_(basis)
         self.steps.copy_(steps)
         self.bits.copy_(bits)

@@ -18,19 +18,20 @@ from thinwire.bench.scratch.rows import Row
 from thinwire.bench.scratch.ways import LEAST_BITS, KeptCode, SubspaceCode, codes_of, tilt_of
 
 EAGER = 8  # steps before a graph is captured
-BOOKS = 100  # `every` of the rows
+BOOKS = 100  # steps between those that are looked at where there are no books
 
 
 class _Cross(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tokens, there: Code, back: Code) -> Tensor:
-        ctx.back, ctx.tokens = back, tokens
+        ctx.there, ctx.back, ctx.tokens = there, back, tokens
         with torch.autocast(x.device.type, enabled=False):
             return there(x, tokens)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(gradients[0].contiguous(), ctx.tokens), None, None, None
+        coded = ctx.back(gradients[0].contiguous(), ctx.tokens)
+        return ctx.there.mask(coded) if isinstance(ctx.there, TransformCode) else coded, None, None, None
 
 
 def through(stage: nn.Module, x: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class Run:
     def _one(self, step: int) -> None:
         codes = [inner(code) for boundary in self.codes for code in boundary]
         again = books(codes)
-        looking = looked_at(step, BOOKS)
+        looking = looked_at(step, self.row.codec.get("every", 0) or BOOKS)
         for code in codes:
             code.looking = looking
             code.before(step)

@@ -62,7 +62,7 @@ def _rotated(bits: int, scale: str = "absmax") -> Mapping[str, Any]:
     return {"codec": "rotated", "inner": _direct(bits, scale)}
 
 
-FORMULAS = ("ideal", "sized")  # what a way has beside what a `[wire]` table has
+FORMULAS = ("ideal", "sized", "soft", "masked")  # what a way has beside what a `[wire]` table has
 
 
 def _transform(bits: float, every: int = 0, **more: bool) -> Mapping[str, Any]:
@@ -110,32 +110,34 @@ ROWS = {
 
 
 NAME = re.compile(
-    r"(?P<ideal>ideal )?tokens \+ basis (?P<bits>[\d.]+ back [\d.]+)"
-    r"(?P<sized> sized)?(?P<kept> kept)?( tilt (?P<tilt>-?[\d.]+))?(?P<phases>(, [\d.]+ back [\d.]+ from [\d.]+)*)"
+    r"(?P<ideal>ideal )?tokens \+ basis (?P<bits>[\d.]+ back [\d.]+)( every (?P<every>\d+))?"
+    r"(?P<soft> soft)?(?P<masked> masked)?(?P<sized> sized)?(?P<kept> kept)?( tilt (?P<tilt>-?[\d.]+))?"
+    r"(?P<phases>(, [\d.]+ back [\d.]+ from [\d.]+)*)"
 )
 
 
 def row_of(name: str) -> Row:
     """The row of a name: one of ROWS, or one like "tokens + basis 6 back 4 kept tilt 0.5, 2 back 2 from 0.1".
 
-    kept, tilt: as of Row. sized: rows of gradients have bits by their size. After a comma: bits forward, bits back, and
-    the share of the steps from which they hold. ideal before all of it: as the best codes of so many bits would err.
+    every: steps between books, otherwise 100. soft, masked, sized: as of TransformCode. kept, tilt: as of Row. After a
+    comma: bits forward, bits back, and the share of the steps from which they hold. ideal before all of it: as the best
+    codes of so many bits would err.
     """
     if name in ROWS:
         return ROWS[name]
     found = NAME.fullmatch(name)
     if found is None:
         raise UsageError(f"{name!r} is no row; rows are {', '.join(ROWS)}")
-    ideal, sized = bool(found["ideal"]), bool(found["sized"])
+    every, ideal, sized = int(found["every"] or 100), bool(found["ideal"]), bool(found["sized"])
+    there = {"ideal": ideal, "soft": bool(found["soft"]), "masked": bool(found["masked"])}
     forward, back = map(float, found["bits"].split(" back "))
-    phases = []
+    phases: list[Any] = []
     for phase in found["phases"].split(", ")[1:]:
         bits, share = phase.split(" from ")
-        there, here = map(float, bits.split(" back "))
-        phases.append((float(share), there, here))
+        phases.append((float(share), *map(float, bits.split(" back "))))
     return Row(
-        name, _transform(forward, 100, ideal=ideal), tokens=0.1, phases=tuple(phases),
-        back=_transform(back, 100 if sized else 0, ideal=ideal, sized=sized), kept=bool(found["kept"]),
+        name, _transform(forward, every, **there), tokens=0.1, phases=tuple(phases),
+        back=_transform(back, every if sized else 0, ideal=ideal, sized=sized), kept=bool(found["kept"]),
         tilt=float(found["tilt"] or 0),
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.bench.scratch.codes import Code, Tokens, TransformCode
-from thinwire.bench.scratch.rows import Row, configured
+from thinwire.bench.scratch.rows import FORMULAS, Row, configured
 from thinwire.codecs import Cast, Transform, make
 
 LEAST_BITS = 0.25
@@ -78,9 +78,9 @@ def tilted(way: Mapping[str, Any], more: float) -> Mapping[str, Any]:
 
 
 def code_of(way: Mapping[str, Any], width: int, vocabulary: int, tokens: float, device: torch.device) -> Code:
-    """The code of one direction, as a `[wire]` table has it; "ideal", "sized": as of TransformCode."""
+    """The code of one direction, as a `[wire]` table has it, and flags of TransformCode."""
     codec = make(**configured(way))
     if isinstance(codec, Transform):
-        more = bool(way.get("ideal")), bool(way.get("sized"))
-        return TransformCode(codec, width, vocabulary, tokens, device, *more)
+        flags = frozenset(name for name in FORMULAS if way.get(name))
+        return TransformCode(codec, width, vocabulary, tokens, device, flags)
     return Code(codec)

@@ -56,6 +56,8 @@ def _tokens(setup: Scratch) -> tuple[numpy.ndarray, numpy.ndarray]:
     parts: tuple[list[str], list[str]] = [], []
     for number, document in enumerate(_files(setup.text)):
         parts[number % TENTH == 0].append(document)
+    if not all(parts):
+        raise UsageError(f"{setup.text or 'the library'}: no text there, or too few files to hold some out")
     trained, held_out = _coded(parts, setup.vocabulary)
     if setup.cache:
         partial = Path(f"{setup.cache}.partial.npz")

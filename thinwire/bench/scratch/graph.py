@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.bench.pipeline_options import Setup
 from thinwire.bench.pipeline_ranks import loss_of, stages_of
+from thinwire.bench.scratch import formulas
 from thinwire.bench.scratch.codes import Code, Tokens, TransformCode, books, looked_at
 from thinwire.bench.scratch.corpus import text
 from thinwire.bench.scratch.options import Scratch
@@ -48,10 +49,12 @@ class Run:
     """A model of a row and a seed.
 
     length: steps over dense's, after which the rate has fallen to 0 (over the last `setup.decay` of the steps).
-    eager: on a card, neither graphs nor what torch compiles.
+    eager: on a card, neither graphs nor what torch compiles. uncompiled: graphs of torch's own kernels.
     """
 
-    def __init__(self, row: Row, setup: Scratch, seed: int, length: float = 1.0, eager: bool = False) -> None:
+    def __init__(
+        self, row: Row, setup: Scratch, seed: int, length: float = 1.0, eager: bool = False, uncompiled: bool = False
+    ) -> None:
         self.row, self.setup = row, setup
         self.steps = round(setup.steps * length)
         device = torch.device(setup.device)
@@ -62,7 +65,8 @@ class Run:
         self.rate = torch.zeros((), device=device)
         self.fast, self.eager = device.type == "cuda", eager or device.type != "cuda"
         self.through, self.to_loss = through, to_loss
-        if not self.eager:
+        formulas.COMPILED = set() if self.eager or uncompiled else {"cuda"}
+        if self.fast and formulas.COMPILED:
             torch._dynamo.config.recompile_limit = 64  # one function for all stages
             self.through, self.to_loss = (torch.compile(one, dynamic=False) for one in (through, to_loss))
         more: dict[str, Any] = {"fused": True, "capturable": self.fast}

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     with progress("scratch", sum(round(setup.steps * job[3]) for job in jobs)) as advance:
         context = get_context("spawn")  # a fork could not use a card
         with ProcessPoolExecutor(min(args.parallel, max(len(jobs), 1)), mp_context=context) as pool:
-            for future in as_completed([pool.submit(train_one, job, end, args.eager) for job in jobs]):
+            for future in as_completed([pool.submit(train_one, job, end, args.eager, args.uncompiled) for job in jobs]):
                 found = future.result()
                 if found is None or "error" in found:
                     failed += [] if found is None else [found["error"]]
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def train_one(job: Job, end: float, eager: bool) -> dict[str, Any] | None:
+def train_one(job: Job, end: float, eager: bool, uncompiled: bool) -> dict[str, Any] | None:
     """A run in a process of its own; None where time is up, `error` where it failed: the others go on.
 
-    end: on the monotonic clock, which processes share. eager: without a graph.
+    end: on the monotonic clock, which processes share. eager, uncompiled: as of Run.
     """
     if time.monotonic() > end:
         return None
@@ -81,7 +81,7 @@ def train_one(job: Job, end: float, eager: bool) -> dict[str, Any] | None:
 
     row, setup, seed, length = job
     try:
-        found = Run(row, setup, seed, length, eager).train(lambda note, steps: None, end)
+        found = Run(row, setup, seed, length, eager, uncompiled).train(lambda note, steps: None, end)
     except Exception:
         return {"error": f"{row.name}, seed {seed}: {traceback.format_exc()}"}
     finally:

@@ -95,7 +95,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--decay", type=float, default=None, help="share of the steps in which the rate falls to 0 (0)")
     parser.add_argument("--formulas", action="store_true", help="codes without messages; on a card a step is one graph")
-    parser.add_argument("--eager", action="store_true", help="with --formulas on a card: no graph, launch by launch")
+    parser.add_argument("--eager", action="store_true", help="with --formulas on a card: neither graphs nor compiled")
+    parser.add_argument(
+        "--uncompiled", action="store_true", help="with --formulas on a card: graphs of torch's kernels"
+    )
     parser.add_argument(
         "--lengths", default="1", metavar="TIMES", help="with --formulas: dense's steps times these, a run each (1)"
     )

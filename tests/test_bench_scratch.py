@@ -110,7 +110,7 @@ def test_the_command_measures_resumes_and_draws(tmp_path, capsys):
 def test_tokens_that_are_kept_are_those_of_the_text(tmp_path):
     """Learned tokens of a folder, read again from the file; another text's are refused."""
     for number in range(20):
-        (tmp_path / f"{number:02}.py").write_text("def number():\n    return 1\n\n" * 40)
+        (tmp_path / f"{number:02}.py").write_text(f"def number():\n    return {number}\n\n" * 40)
     setup = replace(SMALL, text=str(tmp_path), vocabulary=280, cache=str(tmp_path / "tokens.npz"))
     first, again = text(setup, 0), text(setup, 0)
     assert all(torch.equal(*pair) for pair in zip(first, again)) and int(first[0].max()) >= 256

@@ -23,10 +23,9 @@ NEAR = (3.0, 0.4)  # how far apart two points are whose names do not meet: times
 TICKS = (256, 512, 1024, 2048, 4096)  # bytes per token
 MANY_TICKS = (128, *TICKS, 8192)
 SHARES = (0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)  # of dense's T
-FAR = 15.0  # %: other rows above have no name
 FAMILIES = {  # of rows with --formulas
     "bf16, fp32": r"dense bf16|fp32", "direct": r"direct [\d.]+ bits", "rotated": r"rotated (8 bits|\d bits mse)",
-    "tokens + basis": r"tokens \+ basis ([\d.]+) back \1",
+    "tokens + basis, every 10": r"tokens \+ basis ([\d.]+) back \1 every 10",
 }  # fmt: skip
 
 
@@ -74,7 +73,7 @@ def draw_lengths(document: dict[str, Any], path: str | Path) -> None:
     left.set(xscale="log", xlabel="T / T of dense (steps × seconds of the yardstick's step)", title="at the same loss")
     left.set_xticks(SHARES, [str(share) for share in SHARES])
     left.minorticks_off()
-    left.legend(loc="lower right")
+    left.legend(loc="upper right")
     _lines(right, rows)
     right.axhline(2, color="#009E73", linestyle="--", label="2 %")
     right.axvline(4096 / 16, color="#009E73", linestyle=":", label="16 times below bf16")
@@ -88,20 +87,21 @@ def draw_lengths(document: dict[str, Any], path: str | Path) -> None:
 
 def _lines(axes: Any, rows: list[dict[str, Any]]) -> None:
     """Loss against bytes per token: a line per family of codes whose bits are the same both ways, and other rows."""
-    families: dict[str, list[tuple[float, float, float]]] = {}
+    families: dict[str, list[tuple[float, float, float | None]]] = {}
     for row in rows:
         percent = list(row["percent"].get("1.0", {}).values())
         if percent:
             family = next((name for name, kind in FAMILIES.items() if re.fullmatch(kind, row["row"])), row["row"])
-            point = row["bytes_per_token"], statistics.fmean(percent), half_interval(percent) or 0.0
+            point = row["bytes_per_token"], statistics.fmean(percent), half_interval(percent)
             families.setdefault(family, []).append(point)
     for family, points in families.items():
-        x, y, about = zip(*sorted(points))
+        x, y, intervals = zip(*sorted(points))
+        about = None if None in intervals else intervals
         known = family in FAMILIES
         look = {"fmt": "o-"} if known else {"fmt": "x"}
         axes.errorbar(x, y, about, color=_colour(family), capsize=3, label=family if known else None, **look)
-        if not known and y[0] < FAR:
-            axes.annotate(family, (x[0], y[0]), fontsize=6, xytext=(4, -8), textcoords="offset points")
+        if not known:
+            axes.annotate(family, (x[0], y[0]), fontsize=7, xytext=(5, 3), textcoords="offset points")
 
 
 def _save(figure: Figure, path: str | Path) -> None:

@@ -110,9 +110,27 @@ def test_the_command_measures_resumes_and_draws(tmp_path, capsys):
 def test_tokens_that_are_kept_are_those_of_the_text(tmp_path):
     """Learned tokens of a folder, read again from the file; another text's are refused."""
     for number in range(20):
-        (tmp_path / f"{number:02}.py").write_text("def number():\n    return 1\n\n" * 40)
+        (tmp_path / f"{number:02}.py").write_text(f"def number():\n    return {number}\n\n" * 40)
     setup = replace(SMALL, text=str(tmp_path), vocabulary=280, cache=str(tmp_path / "tokens.npz"))
     first, again = text(setup, 0), text(setup, 0)
     assert all(torch.equal(*pair) for pair in zip(first, again)) and int(first[0].max()) >= 256
     with pytest.raises(UsageError, match="name another file"):
         text(replace(setup, vocabulary=256), 0)
+
+
+def test_text_comes_from_several_folders_each_file_once(tmp_path):
+    """One of them below a hidden folder; no text at all is an error, and leaves no file of tokens."""
+    folders = [tmp_path / "a", tmp_path / ".hidden" / "b"]
+    for folder, letters in zip(folders, ("xyz", "zuv")):
+        folder.mkdir(parents=True)
+        for letter in letters:
+            (folder / f"{letter}.py").write_text(letter * 100)
+    setup = replace(SMALL, text=",".join(map(str, folders)), steps=12, most=1, held_out=1, rows=1, length=31)
+    held_out = text(setup, 0)[1]
+    assert bytes(held_out[0].tolist()) == b"x" * 32  # of the first of five files; the others' 400 bytes: 12 samples
+    with pytest.raises(UsageError, match="has 12"):
+        text(replace(setup, steps=13), 0)
+    cache = tmp_path / "tokens.npz"
+    with pytest.raises(UsageError, match="no text there"):
+        text(replace(setup, text=str(tmp_path / "none"), cache=str(cache)), 0)
+    assert not cache.exists()

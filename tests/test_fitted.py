@@ -115,6 +115,27 @@ def test_a_dropped_step_and_a_checkpoint_leave_no_trace(codec):
     assert torch.equal(sender, receiver) and sender.any()
 
 
+@pytest.mark.parametrize("every", [0, 100])
+def test_bits_of_the_first_steps_end_where_they_should(every):
+    """Sizes fall with step 6 at both ends, and errors are those of a codec of so many bits; a dropped step counts for
+    nothing, and a checkpoint from before goes on alike."""
+    boundary = Boundary(Link(Transform(2, every, early_bits=6, early_steps=6)))
+    fewer = Boundary(Link(Transform(2, every)))
+    errors = [boundary.step() for _ in range(3)]
+    boundary.step(keep=False)
+    saved = [lane.state_dict(True) for lane in boundary.ends]
+    again = Boundary(boundary.link)
+    again.steps = boundary.steps
+    again.generator.set_state(boundary.generator.get_state())
+    for lane, state in zip(again.ends, saved):
+        lane.load_state_dict(state)
+    after = [boundary.step() for _ in range(6)]
+    assert after == [again.step() for _ in range(6)]
+    assert max(errors + after[:3]) < 0.01 < min(after[3:])
+    assert [lane.coded[0].codec.bits for lane in boundary.ends] == [2, 2]
+    assert after[-1] == pytest.approx(fewer.error(9), rel=0.1)
+
+
 @pytest.mark.parametrize("byte", [3, 30_000])  # of the book, which is longer than the message before it; of the message
 def test_a_damaged_frame_is_a_fault_at_the_receiver(byte):
     boundary = Boundary(Link(Transform(2, every=100)), width=64)
@@ -177,6 +198,9 @@ def test_what_cannot_be_is_said():
     for table, said in (
         ({"codec": "transform", "bits": 9}, "0.25 to 8"), ({"codec": "transform", "bits": 2, "every": -1}, "every"),
         ({"codec": "transform", "bits": 2, "book": 1}, "learnt"),
+        ({"codec": "transform", "bits": 2, "early_bits": 9, "early_steps": 1}, "early_bits must lie"),
+        ({"codec": "transform", "bits": 2, "early_bits": 4}, "go together"),
+        ({"codec": "transform", "bits": 2, "early_bits": 4, "early_steps": 1, "memory": "delta"}, "leave out memory"),
         ({"codec": "quantize", "bits": 4, "tokens": 2}, "must be a rate"),
         ({"codec": "quantize", "bits": 4, "tokens": 0.1, "memory": "delta"}, "leave out memory and when"),
         ({"codec": "transform", "bits": 2, "every": 9, "when": "critical"}, "leave out memory and when"),

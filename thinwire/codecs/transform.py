@@ -114,23 +114,38 @@ class Transform(Codec):
     bits: per value on average, 0.25 to 8, fractions too.
     every: between the stages of a pipeline, steps after which the basis is learnt anew from what was sent (more often
         at first); 0: never, and every message is rotated at random.
+    early_bits: between the stages of a pipeline, instead of `bits` in its first `early_steps` steps: few bits do most
+        harm there. 0: none.
     """
 
     bits: float
     every: int = 0
+    early_bits: float = 0
+    early_steps: int = 0
     book: Book | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or not isinstance(self.bits, (int, float)) or not 0.25 <= self.bits <= MOST_BITS:
-            raise UsageError(f"Transform: bits must lie in 0.25 to {MOST_BITS}, not {self.bits!r}")
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 0:
-            raise UsageError(f"Transform: every must be an integer, 0 or more, not {self.every!r}")
+        for name in ("bits", "early_bits") if self.early_bits else ("bits",):
+            bits = getattr(self, name)
+            if isinstance(bits, bool) or not isinstance(bits, (int, float)) or not 0.25 <= bits <= MOST_BITS:
+                raise UsageError(f"Transform: {name} must lie in 0.25 to {MOST_BITS}, not {bits!r}")
+        for name in ("every", "early_steps"):
+            number = getattr(self, name)
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise UsageError(f"Transform: {name} must be an integer, 0 or more, not {number!r}")
+        if bool(self.early_bits) != bool(self.early_steps):
+            raise UsageError("Transform: early_bits and early_steps go together")
         if self.book is not None and not isinstance(self.book, Book):
             raise UsageError("Transform: book is learnt, and not for configuration")
 
     @property
     def learns(self) -> bool:
-        return self.every > 0
+        return self.every > 0 or self.early_steps > 0
+
+    def at(self, step: int) -> Transform:
+        """With the bits of that step, counted from 0; those that follow are forgotten."""
+        bits = self.early_bits if step < self.early_steps else self.bits
+        return replace(self, bits=bits, early_bits=0, early_steps=0)
 
     @property
     def never_syncs(self) -> bool:

@@ -70,14 +70,33 @@ def energies_of(squares: Tensor) -> Tensor:
 
 def fit(codec: Transform, moments: Moments) -> Book:
     """The book of a codec for rows like those seen. Waits for a card."""
-    covariance = moments.products / moments.count
-    basis = torch.linalg.eigh(covariance)[1].flip(1).to(torch.bfloat16).float()  # as the other end has it
-    variances = (basis * (covariance @ basis)).sum(0).clamp_min(LEAST)
-    energies, total = (moments.energies / moments.count).clamp_min(LEAST), codec.row_bits(len(basis))
+    basis = eigenvectors(moments.products / moments.count)
+    return Book.of(basis, *allotted(codec, moments, basis))
+
+
+def eigenvectors(covariance: Tensor) -> Tensor:
+    """float32[…, d, d]: those of a covariance, the largest first, as the other end has them."""
+    return torch.linalg.eigh(covariance)[1].flip(-1).to(torch.bfloat16).float()
+
+
+def allotted(codec: Transform, moments: Moments, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """The steps and bits of a book in that basis."""
+    return allotted_to(codec, *spread(moments, basis))
+
+
+def allotted_to(codec: Transform, variances: Tensor, energies: Tensor) -> tuple[Tensor, Tensor]:
+    """The steps and bits of components of these variances, in classes of rows of these energies."""
+    total = codec.row_bits(len(variances))
     alike = given_out(variances[None], total)
     classes = given_out(energies[:, None] * variances, CLASSES * total)
     bits = torch.cat((alike, classes))
-    return Book.of(basis, torch.tensor(STEP, device=basis.device)[bits] * variances.sqrt(), bits)
+    return torch.tensor(STEP, device=variances.device)[bits] * variances.sqrt(), bits
+
+
+def spread(moments: Moments, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Of what was seen the variance of each component of a basis, and the energy of each class of rows."""
+    covariance = moments.products / moments.count
+    return (basis * (covariance @ basis)).sum(0).clamp_min(LEAST), (moments.energies / moments.count).clamp_min(LEAST)
 
 
 def given_out(variances: Tensor, total: int) -> Tensor:

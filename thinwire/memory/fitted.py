@@ -11,6 +11,8 @@ by how much. The receiver never computes a book: eigenvectors have other bits on
 which is the rule of memory/rule.py with a token for a key, and α = max(tokens, 1/visits). The sender decodes its own
 message, so both ends move alike; where their devices round differently, means differ by as little.
 
+*Bits of the first steps* (`early_bits`) end with a book for those that follow, where the codec learns.
+
 A book, and means, hold from the next step on: all messages of a step are coded alike, in whatever order, and a step
 that is rolled back leaves no trace.
 """
@@ -45,7 +47,7 @@ class FittedChannel(Channel):
     """
 
     def __init__(self, codec: Codec, *, seed: int, name: str, sends: bool, tokens: float = 0.0) -> None:
-        super().__init__(codec, seed=seed, name=name)
+        super().__init__(at(codec, 0), seed=seed, name=name)
         self.plain = codec
         self.sends = sends
         self.means = TokenMeans(tokens) if tokens else None
@@ -113,7 +115,9 @@ class FittedChannel(Channel):
 
     def _due(self, steps: int) -> bool:
         """Is a book made after so many steps?"""
-        return due(steps, self.plain.every if isinstance(self.plain, Transform) else 0)
+        if not isinstance(self.plain, Transform) or not self.plain.every:
+            return False
+        return due(steps, self.plain.every) or steps + 1 == self.plain.early_steps
 
     def _looks(self) -> bool:
         """Are this step's messages among those that the next book is made of?"""
@@ -124,7 +128,7 @@ class FittedChannel(Channel):
         body = like.new_zeros(framing.BYTES + Book.nbytes(width))
         if self.seen is not None and len(self.seen.products) == width:
             assert isinstance(self.plain, Transform)
-            body[framing.BYTES :] = fit(self.plain, self.seen).raw()
+            body[framing.BYTES :] = fit(self.plain.at(self.steps + 1), self.seen).raw()
         self._coming = body[framing.BYTES :].clone()
         self.stats.count(body.numel(), 0)
         return framing.seal(self._book_header(), body)
@@ -139,7 +143,7 @@ class FittedChannel(Channel):
         if width is None:
             raise UsageError(f"{self.name}: a book of {raw.numel()} bytes is not one of a transform")
         self._book = raw
-        self.codec = self.plain.with_book(Book.read(raw, width))
+        self.codec = self.plain.at(self.steps).with_book(Book.read(raw, width))
 
     # --- steps
 
@@ -156,12 +160,14 @@ class FittedChannel(Channel):
         super().commit()
         if self.means is not None:
             self.means.end_step(keep=True)
+        self.steps += self._used
         if self._coming is not None:
             self.seen = None
             self._take(self._coming)
+        elif self._used and isinstance(self.plain, Transform) and self.steps == self.plain.early_steps:
+            self.codec = self.plain.at(self.steps)
         if self._step_seen is not None:
             self.seen = self._step_seen.plus(self.seen)
-        self.steps += self._used
         self._open_step()
 
     # --- checkpoints
@@ -179,13 +185,18 @@ class FittedChannel(Channel):
         super().load_state_dict({name: value for name, value in state.items() if not name.startswith("fitted/")})
         own = {name.removeprefix("fitted/"): value for name, value in state.items() if name.startswith("fitted/")}
         self.steps = int(own.get("steps", 0))
-        self.codec, self._book, self.seen = self.plain, None, None
+        self.codec, self._book, self.seen = at(self.plain, self.steps), None, None
         if "book" in own:
             self._take(own["book"].clone())
         if "seen/count" in own:
             self.seen = Moments.read({name.removeprefix("seen/"): value for name, value in own.items()})
         if self.means is not None:
             self.means.read({n.removeprefix("means/"): v for n, v in own.items() if n.startswith("means/")})
+
+
+def at(codec: Codec, step: int) -> Codec:
+    """A codec with the bits of that step."""
+    return codec.at(step) if isinstance(codec, Transform) else codec
 
 
 def due(steps: int, every: int) -> bool:

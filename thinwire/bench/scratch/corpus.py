@@ -1,11 +1,13 @@
-"""What `thinwire bench scratch` trains on: Python's library, or the files of a folder, as bytes or as learned tokens.
+"""What `thinwire bench scratch` trains on: Python's library, or the files of folders, as bytes or as learned tokens.
 
-Every tenth file is held out as a whole. With a vocabulary of more than 256 tokens a byte-level BPE tokenizer is trained
-on some of the other files first (the library tokenizers, which comes with transformers).
+Every tenth file is held out as a whole, and a file that was met before is left out. With a vocabulary of more than 256
+tokens a byte-level BPE tokenizer is trained on some of the other files first (the library tokenizers, which comes with
+transformers).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +22,9 @@ from thinwire.train.config.sections import DataConfig
 from thinwire.train.data.documents import read_documents
 
 TENTH = 10  # of the files, one is held out
-SUFFIXES = (".py", ".txt")  # of the files that are read in a folder
-LEARNT_FROM = 16_000_000  # bytes of text that the tokenizer is trained on
+SUFFIXES = (".py", ".txt", ".pyi", ".h", ".hpp", ".cuh", ".rst")  # of the files that are read in a folder
+LEARNT_FROM = 16_000_000  # characters of text that the tokenizer is trained on
+AT_ONCE = 2000  # documents that are made tokens of together
 
 
 def text(setup: Scratch, seed: int) -> tuple[Tensor, Tensor]:
@@ -53,6 +56,8 @@ def _tokens(setup: Scratch) -> tuple[numpy.ndarray, numpy.ndarray]:
     parts: tuple[list[str], list[str]] = [], []
     for number, document in enumerate(_files(setup.text)):
         parts[number % TENTH == 0].append(document)
+    if not all(parts):
+        raise UsageError(f"{setup.text or 'the library'}: no text there, or too few files to hold some out")
     trained, held_out = _coded(parts, setup.vocabulary)
     if setup.cache:
         partial = Path(f"{setup.cache}.partial.npz")
@@ -61,13 +66,19 @@ def _tokens(setup: Scratch) -> tuple[numpy.ndarray, numpy.ndarray]:
     return trained, held_out
 
 
-def _files(folder: str) -> Iterator[str]:
-    """Texts in the order of their names."""
-    if not folder:
+def _files(folders: str) -> Iterator[str]:
+    """Texts in the order of their folders and names, each once."""
+    if not folders:
         yield from (document.text or "" for document in read_documents(DataConfig(corpus_bytes=2**40)))
         return
-    for file in sorted(path for path in Path(folder).rglob("*") if path.suffix in SUFFIXES and path.is_file()):
-        yield file.read_bytes().decode(errors="replace")
+    met = set()
+    for folder in folders.split(","):
+        for file in sorted(path for path in Path(folder).rglob("*") if path.suffix in SUFFIXES and path.is_file()):
+            raw = file.read_bytes()
+            digest = hashlib.sha256(raw).digest()
+            if digest not in met:
+                yield raw.decode(errors="replace")
+            met.add(digest)
 
 
 def _coded(parts: tuple[list[str], list[str]], vocabulary: int) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -79,6 +90,8 @@ def _coded(parts: tuple[list[str], list[str]], vocabulary: int) -> tuple[numpy.n
     tokenizer = ByteLevelBPETokenizer()
     some = "\n".join(parts[0])[:LEARNT_FROM]
     tokenizer.train_from_iterator(some.split("\n\n"), vocab_size=vocabulary, show_progress=False)
-    coded = [[one.ids for one in tokenizer.encode_batch(part)] for part in parts]
-    first, second = (numpy.fromiter((i for ids in part for i in ids), dtype=numpy.uint16) for part in coded)
-    return first, second
+    coded: list[list[numpy.ndarray]] = [[], []]
+    for part, out in zip(parts, coded):
+        for at in range(0, len(part), AT_ONCE):
+            out += [numpy.array(one.ids, numpy.uint16) for one in tokenizer.encode_batch(part[at : at + AT_ONCE])]
+    return numpy.concatenate(coded[0]), numpy.concatenate(coded[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ COLOURS = {
 NEAR = (3.0, 0.4)  # how far apart two points are whose names do not meet: times in bytes, in % of loss
 TICKS = (256, 512, 1024, 2048, 4096)  # bytes per token
 MANY_TICKS = (128, *TICKS, 8192)
+SHARES = (0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)  # of dense's T
+FAMILIES = {  # of rows with --formulas
+    "bf16, fp32": r"dense bf16|fp32", "direct": r"direct [\d.]+ bits", "rotated": r"rotated (8 bits|\d bits mse)",
+    "tokens + basis, every 10": r"tokens \+ basis ([\d.]+) back \1 every 10",
+}  # fmt: skip
 
 
 def draw(document: dict[str, Any], path: str | Path) -> None:
@@ -51,41 +57,51 @@ def draw(document: dict[str, Any], path: str | Path) -> None:
 
 
 def draw_lengths(document: dict[str, Any], path: str | Path) -> None:
-    """Draw `document`, what the command writes with --formulas, to `path`: T beside dense's, and the last loss of runs
-    as long as dense's against bytes per token, with 95 % intervals."""
-    figure = Figure(figsize=(13.0, 5.2), layout="constrained")
+    """Draw `document`, what the command writes with --formulas, to `path`: T beside dense's at the same loss, and the
+    last loss of runs as long as dense's against bytes per token, with 95 % intervals."""
+    figure = Figure(figsize=(13.0, 6.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     rows = document["rows"]
-    for at, row in enumerate(rows):
-        reached = row["time_ratio"] is not None
-        long = row["time_ratio"] if reached else row["least_time"]
-        left.barh(at, long, color=_colour(row["row"]), alpha=1.0 if reached else 0.25)
-        left.text(long + 0.01, at, f"{long:.2f}" if reached else f"> {long:.2f}, not reached", va="center")
+    bars = sorted((row for row in rows if row["time_ratio"] is not None), key=lambda row: row["time_ratio"])
+    for at, row in enumerate(bars):
+        left.barh(at, row["time_ratio"], color=_colour(row["row"]))
+        left.text(row["time_ratio"] * 1.02, at, f"{row['time_ratio']:.2f}", va="center", fontsize=8)
     left.axvline(PUBLISHED_RATIO, color="#CC79A7", linestyle=":", label="published: fixed subspace")
     left.axvline(0.2, color="#009E73", linestyle="--", label="goal")
-    left.set_yticks(range(len(rows)), [row["row"] for row in rows])
+    left.set_yticks(range(len(bars)), [row["row"] for row in bars], fontsize=8)
     left.invert_yaxis()
-    left.set(xlabel="T / T of dense (steps × seconds of the yardstick's step)", title="time to dense's loss")
-    left.legend(loc="lower right")
-    for row in rows:
-        percent = row["percent"].get("1.0")
-        if percent:
-            about = half_interval(percent)
-            right.errorbar(
-                row["bytes_per_token"], statistics.fmean(percent), about, fmt="o", color=_colour(row["row"]), capsize=3
-            )
-            right.annotate(
-                row["row"], (row["bytes_per_token"], statistics.fmean(percent)), fontsize=7, xytext=(5, 3),
-                textcoords="offset points",
-            )  # fmt: skip
+    left.set(xscale="log", xlabel="T / T of dense (steps × seconds of the yardstick's step)", title="at the same loss")
+    left.set_xticks(SHARES, [str(share) for share in SHARES])
+    left.minorticks_off()
+    left.legend(loc="upper right")
+    _lines(right, rows)
     right.axhline(2, color="#009E73", linestyle="--", label="2 %")
     right.axvline(4096 / 16, color="#009E73", linestyle=":", label="16 times below bf16")
-    right.legend()
+    right.legend(fontsize=8)
     right.set(xscale="log", xlabel="bytes per token, both ways, width 1024", ylabel="held-out loss over dense's, %")
     right.set_xticks(MANY_TICKS, [str(tick) for tick in MANY_TICKS])
     right.minorticks_off()
     right.set_title("loss after dense's steps")
     _save(figure, path)
+
+
+def _lines(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Loss against bytes per token: a line per family of codes whose bits are the same both ways, and other rows."""
+    families: dict[str, list[tuple[float, float, float | None]]] = {}
+    for row in rows:
+        percent = list(row["percent"].get("1.0", {}).values())
+        if percent:
+            family = next((name for name, kind in FAMILIES.items() if re.fullmatch(kind, row["row"])), row["row"])
+            point = row["bytes_per_token"], statistics.fmean(percent), half_interval(percent)
+            families.setdefault(family, []).append(point)
+    for family, points in families.items():
+        x, y, intervals = zip(*sorted(points))
+        about = None if None in intervals else intervals
+        known = family in FAMILIES
+        look = {"fmt": "o-"} if known else {"fmt": "x"}
+        axes.errorbar(x, y, about, color=_colour(family), capsize=3, label=family if known else None, **look)
+        if not known:
+            axes.annotate(family, (x[0], y[0]), fontsize=7, xytext=(5, 3), textcoords="offset points")
 
 
 def _save(figure: Figure, path: str | Path) -> None:
@@ -117,4 +133,4 @@ def _scatter(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _colour(name: str) -> str:
-    return COLOURS[name.split()[0]]
+    return COLOURS[name.split()[0].rstrip(",")]

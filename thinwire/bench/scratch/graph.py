@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,55 +11,71 @@ from torch import Tensor, nn
 
 from thinwire.bench.pipeline_options import Setup
 from thinwire.bench.pipeline_ranks import loss_of, stages_of
-from thinwire.bench.scratch.codes import Code, TransformCode, code_of
+from thinwire.bench.scratch import formulas
+from thinwire.bench.scratch.codes import Code, Tokens, TransformCode, books, looked_at
 from thinwire.bench.scratch.corpus import text
 from thinwire.bench.scratch.options import Scratch
 from thinwire.bench.scratch.rows import Row
+from thinwire.bench.scratch.ways import LEAST_BITS, KeptCode, SubspaceCode, codes_of, tilt_of
 
 EAGER = 8  # steps before a graph is captured
+BOOKS = 100  # steps between those that are looked at where there are no books
 
 
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tensor, there: Code, back: Code) -> Tensor:
-        ctx.back, ctx.tokens = back, tokens
+    def forward(ctx: Any, x: Tensor, tokens: Tokens, there: Code, back: Code) -> Tensor:
+        ctx.there, ctx.back, ctx.tokens = there, back, tokens
         with torch.autocast(x.device.type, enabled=False):
             return there(x, tokens)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(gradients[0].contiguous(), ctx.tokens), None, None, None
+        coded = ctx.back(gradients[0].contiguous(), ctx.tokens)
+        return ctx.there.mask(coded) if isinstance(ctx.there, TransformCode) else coded, None, None, None
+
+
+def through(stage: nn.Module, x: Tensor) -> Tensor:
+    """What a stage makes of x."""
+    return stage(x)
+
+
+def to_loss(stage: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    """What the last stage makes of x, beside what is right."""
+    return loss_of(stage(x), target)
 
 
 class Run:
     """A model of a row and a seed.
 
     length: steps over dense's, after which the rate has fallen to 0 (over the last `setup.decay` of the steps).
-    eager: on a card, no graph.
+    eager: on a card, neither graphs nor what torch compiles. uncompiled: graphs of torch's own kernels.
     """
 
-    def __init__(self, row: Row, setup: Scratch, seed: int, length: float = 1.0, eager: bool = False) -> None:
+    def __init__(
+        self, row: Row, setup: Scratch, seed: int, length: float = 1.0, eager: bool = False, uncompiled: bool = False
+    ) -> None:
         self.row, self.setup = row, setup
         self.steps = round(setup.steps * length)
         device = torch.device(setup.device)
         torch.manual_seed(1000 + seed)
         size = Setup(setup.stages, width=setup.width, length=setup.length, seed=seed, vocabulary=setup.vocabulary)
         self.stages = nn.ModuleList(module.to(device) for module in stages_of(size))
-        ways = (row.codec, row.tokens), (row.back or row.codec, 0.0)
-        self.codes = [
-            [code_of(way, setup.width, setup.vocabulary, tokens, device) for way, tokens in ways]
-            for _ in range(setup.stages - 1)
-        ]
+        self.codes = codes_of(row, setup.stages - 1, setup.width, setup.vocabulary, device)
         self.rate = torch.zeros((), device=device)
         self.fast, self.eager = device.type == "cuda", eager or device.type != "cuda"
+        self.through, self.to_loss = through, to_loss
+        formulas.COMPILED = set() if self.eager or uncompiled else {"cuda"}
+        if self.fast and formulas.COMPILED:
+            torch._dynamo.config.recompile_limit = 64  # one function for all stages
+            self.through, self.to_loss = (torch.compile(one, dynamic=False) for one in (through, to_loss))
         more: dict[str, Any] = {"fused": True, "capturable": self.fast}
         self.optimiser = torch.optim.AdamW(self.stages.parameters(), lr=self.rate, betas=(0.9, 0.95), **more)
         self.samples, self.held_out = (part.to(device) for part in text(setup, seed))
         self.batch = torch.zeros(setup.rows, setup.length + 1, dtype=torch.int64, device=device)
-        self.graph: Any = None
-        self.stream = (
-            torch.cuda.Stream() if self.fast else None
-        )  # of all steps: a graph is not captured on the default one
+        self.graphs: dict[bool, Any] = {}  # with codes that look at what they send, and without
+        # of all steps: a graph is not captured on the default stream
+        self.stream = torch.cuda.Stream() if self.fast else None
         if self.fast:
             torch.set_float32_matmul_precision("high")
 
@@ -73,10 +89,12 @@ class Run:
 
     def _train(self, advance: Callable[[str, int], None], end: float) -> dict[str, Any]:
         losses: list[tuple[int, float]] = []
-        began = time.perf_counter()
+        began = first = time.perf_counter()
         step = 0
         for step in range(self.steps):
             self._one(step)
+            if step == 2 * EAGER:
+                first = time.perf_counter()
             if (step + 1) % self.setup.every == 0 or step + 1 == self.steps:
                 losses.append((step + 1, self.evaluate()))
                 advance(f"{self.row.name}, step {step + 1}: {losses[-1][1]:.4f}", self.setup.every)
@@ -84,67 +102,83 @@ class Run:
                     break
         return {
             "losses": losses, "done": step + 1, "steps": self.steps,
-            "seconds": (time.perf_counter() - began) / (step + 1), "errors": self.errors(),
+            "seconds": (time.perf_counter() - first) / max(1, step - 2 * EAGER), "began": first - began,
+            "errors": self.errors(),
         }  # fmt: skip
 
     def errors(self) -> list[list[float]]:
-        """Per direction and boundary: energy of errors over that of values around their mean, since the last call."""
+        """Per direction and boundary: energy of errors over that of values around their mean, since the last call, in
+        the steps whose messages were looked at."""
         out = []
         for codes in zip(*self.codes):
-            sums = [code.errors for code in codes if isinstance(code, TransformCode)]
+            sums = [code.errors for code in map(inner, codes) if isinstance(code, TransformCode)]
             out.append([float(f"{float(one[0] / one[1]):.4g}") for one in sums])
             for one in sums:
                 one.zero_()
         return out
 
     def _one(self, step: int) -> None:
-        again = False
-        for boundary in self.codes:
-            for code in boundary:
-                again |= code.before(step)
+        codes = [inner(code) for boundary in self.codes for code in boundary]
+        again = books(codes)
+        looking = looked_at(step, self.row.codec.get("every", 0) or BOOKS)
+        for code in codes:
+            code.looking = looking
+            code.before(step)
         for share, *bits in self.row.phases:
             if step == round(share * self.steps):
-                for boundary in self.codes:
-                    for code, number in zip(boundary, bits):
-                        code.set_bits(number)
+                self._set_bits(bits)
         self.rate.fill_(self.setup.rate_at(step, self.steps))
         rows = self.setup.rows
         self.batch.copy_(self.samples[step * rows : (step + 1) * rows])
         if again:
-            self.graph = None
+            self.graphs.clear()
         if self.eager or step < EAGER:
             self._step()
             return
-        if self.graph is None:
-            self._capture()
-        self.graph.replay()
+        if looking not in self.graphs:
+            self._capture(looking)
+        self.graphs[looking].replay()
+
+    def _set_bits(self, bits: Sequence[float]) -> None:
+        for index, boundary in enumerate(self.codes):
+            tilt = tilt_of(self.row, index, len(self.codes))
+            for code, number, more in zip(boundary, bits, (tilt, -tilt)):
+                code.set_bits(max(LEAST_BITS, number + more))
 
     def _step(self) -> None:
         self.optimiser.zero_grad(set_to_none=False)
-        x, tokens = self.batch[:, :-1], self.batch[:, :-1].contiguous()
+        x = self.batch[:, :-1].contiguous()
+        tokens = Tokens.of(x, self.setup.vocabulary)
         with torch.autocast(self.batch.device.type, torch.bfloat16, enabled=self.fast):
-            for index, stage in enumerate(self.stages):
-                x = stage(x)
-                if index < len(self.codes):
-                    x = _Cross.apply(x, tokens, *self.codes[index])
-            loss = loss_of(x, self.batch[:, 1:])
+            for stage, codes in zip(self.stages, self.codes):
+                x = _Cross.apply(self.through(stage, x), tokens, *codes)
+            loss = self.to_loss(self.stages[-1], x, self.batch[:, 1:].contiguous())
         loss.backward()
         self.optimiser.step()
 
-    def _capture(self) -> None:
+    def _capture(self, looking: bool) -> None:
         torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=self.stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
             self._step()
+        self.graphs[looking] = graph
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The held-out loss, with nothing coded."""
+        """The held-out loss, with nothing coded; what lies outside of a subspace is lost as in training."""
         total = torch.zeros((), device=self.held_out.device)
         for part in self.held_out.long().split(64):
             x = part[:, :-1]
             with torch.autocast(x.device.type, torch.bfloat16, enabled=self.fast):
-                for stage in self.stages:
+                for index, stage in enumerate(self.stages):
                     x = stage(x)
+                    code = self.codes[index][0] if index < len(self.codes) else None
+                    if isinstance(code, SubspaceCode):
+                        x = code(x, Tokens(part, part))
             total += loss_of(x.float(), part[:, 1:]) * len(part)
         return float(total / len(self.held_out))
+
+
+def inner(code: Code) -> Code:
+    """That within what is put around it."""
+    return code.code if isinstance(code, KeptCode) else code

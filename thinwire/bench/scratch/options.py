@@ -37,7 +37,8 @@ class Scratch:
     opened: steps that a model with boundaries in a subspace goes on for without them, dense, at its end.
     ramp: share of these in which the boundaries open little by little; 0: at once.
     every: steps between evaluations. held_out: samples evaluated on. rate: AdamW's, after `warmup` steps.
-    vocabulary: of tokens; 256: bytes. text: a folder of .py and .txt files; "": Python's library.
+    vocabulary: of tokens; 256: bytes. text: folders of source and text files, with commas between
+        them; "": Python's library.
     cache: a file that keeps their tokens. device: on a card products are in bf16.
     decay: share of a run's steps, its last ones, over which the rate falls to 0.
     """
@@ -94,14 +95,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--decay", type=float, default=None, help="share of the steps in which the rate falls to 0 (0)")
     parser.add_argument("--formulas", action="store_true", help="codes without messages; on a card a step is one graph")
-    parser.add_argument("--eager", action="store_true", help="with --formulas on a card: no graph, launch by launch")
+    parser.add_argument("--eager", action="store_true", help="with --formulas on a card: neither graphs nor compiled")
+    parser.add_argument(
+        "--uncompiled", action="store_true", help="with --formulas on a card: graphs of torch's kernels"
+    )
     parser.add_argument(
         "--lengths", default="1", metavar="TIMES", help="with --formulas: dense's steps times these, a run each (1)"
     )
     parser.add_argument(
         "--plan", metavar="FILE", help="with --formulas: these runs in this order; a line: rate seed times row"
     )
-    parser.add_argument("--text", metavar="FOLDER", help="of .py and .txt files to train on (Python's library)")
+    parser.add_argument(
+        "--text", metavar="FOLDER", help="or several, with commas: files to train on (Python's library)"
+    )
     parser.add_argument("--cache", metavar="FILE", help="keeps the tokens of the text, for other runs of it")
     parser.add_argument("--device", help="cpu or cuda (cpu)")
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at the same time (1)")

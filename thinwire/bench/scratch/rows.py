@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ class Row:
     rate: of the subspace, relative to the model's; 0: it stays as it begins. anchors: of tokens, beside it.
     tokens: rate of the token means that messages forward are coded against; 0: there are none.
     phases: (share of the steps, bits forward, bits back): what holds from there on; bits of Transforms.
+    kept: are errors of gradients kept by token at the sending end, and sent with the next step's?
+    tilt: bits that the first boundary has more forward and fewer back; the last one the other way round.
     """
 
     name: str
@@ -32,16 +35,19 @@ class Row:
     back: Mapping[str, Any] = field(default_factory=dict)
     tokens: float = 0.0
     phases: Sequence[tuple[float, float, float]] = ()
+    kept: bool = False
+    tilt: float = 0.0
 
     @property
     def messages(self) -> bool:
         """Can it be had with messages? Bits that change within a run, and the bound of all codes, cannot."""
-        return not self.phases and "ideal" not in self.codec and "ideal" not in self.back
+        own = {name for way in (self.codec, self.back) for name in way}
+        return not (self.phases or self.kept or self.tilt or own.intersection(FORMULAS))
 
     @property
     def formulas(self) -> bool:
-        """Can it be had without messages? Subspaces cannot."""
-        return self.share == 1
+        """Can it be had without messages? Subspaces that learn cannot."""
+        return not self.rate and not self.anchors
 
     def rank(self, width: int) -> int:
         """How many values of a hidden state of `width` cross."""
@@ -56,8 +62,16 @@ def _rotated(bits: int, scale: str = "absmax") -> Mapping[str, Any]:
     return {"codec": "rotated", "inner": _direct(bits, scale)}
 
 
-def _transform(bits: float, every: int = 0) -> Mapping[str, Any]:
-    return {"codec": "transform", "bits": bits, "every": every}
+FORMULAS = ("ideal", "sized", "soft", "masked")  # what a way has beside what a `[wire]` table has
+
+
+def _transform(bits: float, every: int = 0, **more: bool) -> Mapping[str, Any]:
+    return {"codec": "transform", "bits": bits, "every": every, **{name: True for name in more if more[name]}}
+
+
+def configured(way: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `[wire]` table has of it."""
+    return {name: value for name, value in way.items() if name not in FORMULAS}
 
 
 BITS = (8, 6, 4, 3)
@@ -89,30 +103,43 @@ ROWS = {
         Row("fp32", {"codec": "identity"}),
         Row("bf16 back 2", BF16, back=_transform(2)),
         Row("tokens + basis 2 back bf16", _transform(2, 100), back=BF16, tokens=0.1),
-        *(Row(f"ideal {bits} bits", {"ideal": bits}) for bits in (4, 3, 2, 1)),
+        *(Row(f"ideal {bits} bits", _transform(bits, ideal=True)) for bits in (4, 3, 2, 1)),
         *(Row(f"tokens + basis {f} back {b}", _transform(f, 100), back=_transform(b), tokens=0.1) for f, b in FITTED),
     )
 }
 
 
-def row_of(name: str) -> Row:
-    """The row of a name: one of ROWS, or one whose bits change, like "tokens + basis 2 back 2, 3 back 3 from 0.7".
+NAME = re.compile(
+    r"(?P<ideal>ideal )?tokens \+ basis (?P<bits>[\d.]+ back [\d.]+)( every (?P<every>\d+))?"
+    r"(?P<soft> soft)?(?P<masked> masked)?(?P<sized> sized)?(?P<kept> kept)?( tilt (?P<tilt>-?[\d.]+))?"
+    r"(?P<phases>(, [\d.]+ back [\d.]+ from [\d.]+)*)"
+)
 
-    After a comma: bits forward, bits back, and the share of the steps from which they hold.
+
+def row_of(name: str) -> Row:
+    """The row of a name: one of ROWS, or one like "tokens + basis 6 back 4 kept tilt 0.5, 2 back 2 from 0.1".
+
+    every: steps between books, otherwise 100. soft, masked, sized: as of TransformCode. kept, tilt: as of Row. After a
+    comma: bits forward, bits back, and the share of the steps from which they hold. ideal before all of it: as the best
+    codes of so many bits would err.
     """
     if name in ROWS:
         return ROWS[name]
-    first, *later = name.split(", ")
-    try:
-        forward, back = map(float, first.removeprefix("tokens + basis ").split(" back "))
-        phases = []
-        for phase in later:
-            bits, share = phase.split(" from ")
-            there, here = map(float, bits.split(" back "))
-            phases.append((float(share), there, here))
-    except ValueError:
-        raise UsageError(f"{name!r} is no row; rows are {', '.join(ROWS)}") from None
-    return Row(name, _transform(forward, 100), back=_transform(back), tokens=0.1, phases=tuple(phases))
+    found = NAME.fullmatch(name)
+    if found is None:
+        raise UsageError(f"{name!r} is no row; rows are {', '.join(ROWS)}")
+    every, ideal, sized = int(found["every"] or 100), bool(found["ideal"]), bool(found["sized"])
+    there = {"ideal": ideal, "soft": bool(found["soft"]), "masked": bool(found["masked"])}
+    forward, back = map(float, found["bits"].split(" back "))
+    phases: list[Any] = []
+    for phase in found["phases"].split(", ")[1:]:
+        bits, share = phase.split(" from ")
+        phases.append((float(share), *map(float, bits.split(" back "))))
+    return Row(
+        name, _transform(forward, every, **there), tokens=0.1, phases=tuple(phases),
+        back=_transform(back, every if sized else 0, ideal=ideal, sized=sized), kept=bool(found["kept"]),
+        tilt=float(found["tilt"] or 0),
+    )  # fmt: skip
 
 
 QUICK = (DENSE, "direct 3 bits", "rotated 4 bits", "fixed subspace bf16", "learned d/4 at 4 bits")

@@ -7,14 +7,13 @@ latency, and 0.0233 s per byte per token, 1.11 times what 200 Mb/s take for both
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from thinwire.bench.scratch.rows import Row
+from thinwire.bench.scratch.rows import Row, configured
 from thinwire.codecs import frame as framing
 from thinwire.codecs import make
 from thinwire.codecs.transform import Book
@@ -51,9 +50,8 @@ def message_bytes(row: Row, size: Yardstick) -> float:
 
 def _bytes(way: Mapping[str, Any], bits: float | None, shape: tuple[int, int]) -> float:
     """Of one message; bits: instead of the codec's own, where it has any."""
-    if "ideal" in way:
-        return framing.BYTES + math.prod(shape) * (bits or way["ideal"]) / 8
-    return framing.BYTES + make(**{**way, **({} if bits is None else {"bits": bits})}).nbytes(shape, torch.float32)
+    given = configured(way)
+    return framing.BYTES + make(**{**given, **({} if bits is None else {"bits": bits})}).nbytes(shape, torch.float32)
 
 
 def boundary_bytes(row: Row, size: Yardstick) -> int:

@@ -1,0 +1,161 @@
+"""Local steps on a real model: SmolLM2-135M goes on learning from Python source that comes once, on four stacked sites.
+
+    python benchmarks/quality/local_real.py --pack FOLDER … --gguf SmolLM2.gguf --corpus real    # text → tokens
+    python benchmarks/quality/local_real.py --gguf SmolLM2.gguf --corpus real                    # GGUF → weights
+    python benchmarks/quality/local_real.py --corpus real --out out --grid first --parallel 2 --budget 200
+    python benchmarks/quality/local_real.py --quick --device cpu --out out                       # tiny, at random
+
+500 steps of 4 sites × 4 × 256 tokens, bf16 products, float32 weights: 50 rounds at H = 10. Rates of data parallel are
+tried first; the other methods take the best one on seed 0, and have equal numbers of trials of their own. Rows go to
+OUT/frontier.jsonl, what is there is not made again; local_real_report.py makes the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import sysconfig
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from frontier_jobs import OURS, ours
+from local_frontier import Row, Runner, done, is_done, parsed
+from stacked_llama import TOKENS, WEIGHTS, Llama, keep, pack_tokens
+from stacked_run import Job
+
+from thinwire.config.presets import LOCAL_PRESETS
+
+SIZE = Llama(pretrained=True)
+HOW: Row = {"steps": 500, "batch": 16, "size": SIZE}
+TINY = Llama(width=32, layers=8, heads=2, groups=1, inside=64, vocabulary=256, length=32)
+RATES = (1e-4, 3e-4, 6e-4)
+UNIT_MB = 128.0  # fewer launches; a tile and its values are the same in any unit
+EXACT, FOUR, LOCO, STREAMING = "fp32 per step", "4 bits per step", "SparseLoCo", "Streaming DiLoCo"
+
+
+def job(method: str, every: int, table: Row, lr: float, **rest: Any) -> Job:
+    """A run of this benchmark's sizes."""
+    given = {"sites": 4, "seed": 0, **HOW, **rest}
+    return Job(method, every=every, table=roomy(table), lr=lr, **given)
+
+
+def roomy(table: Row) -> Row:
+    """With larger units."""
+    out = deepcopy(table)
+    wire = out.get("wire")
+    if isinstance(wire, dict):
+        wire["gradient"]["unit_mb"] = UNIT_MB
+    return out
+
+
+def exact(lr: float, **rest: Any) -> Job:
+    return job(EXACT, 0, {}, lr, **rest)
+
+
+def plain(every: int, lr: float, **rest: Any) -> Job:
+    """LocalSGD."""
+    return job("LocalSGD", every, {"wire": "off", "outer_lr": 1.0, "momentum": 0.0, "nesterov": False}, lr, **rest)
+
+
+def rival(preset: str, every: int, lr: float, outer: float, **rest: Any) -> Job:
+    """A published method with another outer rate."""
+    names = {"sparseloco": LOCO, "streaming-diloco": STREAMING, "diloco": "DiLoCo"}
+    return job(names[preset], every, {**LOCAL_PRESETS[preset], "outer_lr": outer}, lr, **rest)
+
+
+def mine(every: int, lr: float, name: str = OURS, outer: float = 1.0, rest: Row | None = None, **changed: Any) -> Job:
+    """Ours with some of it changed, without a delay; rest: of the job."""
+    return job(name, every, ours(**{"delay": 0, "lr": outer, **changed}), lr, **(rest or {}))
+
+
+def best(runner: Runner, jobs: list[Job]) -> Job:
+    """Of these the one with the least loss; the first where none was run."""
+    rows = done(runner.path)
+    found = [(row["held"], i) for i, one in enumerate(jobs) for row in rows if is_done(one, "jobs", [row])]
+    return jobs[min(found)[1]] if found else jobs[0]
+
+
+def two_hops(every: int, lr: float, bits: int = 2, outer: float = 1.0, rest: Row | None = None, **changed: Any) -> Job:
+    """Every value in one or two bits, in two hops, with error feedback: a fragment every ten steps."""
+    codec = {"codec": "quantize", "bits": bits, "scale": "mse"} if bits > 1 else {"codec": "scaled_sign"}
+    wire = {"collective": "two_hop", "codec": codec, "exact_dims": 0,
+            "memory": {"memory": "error_feedback", "decay": changed.pop("decay", 1.0)}}  # fmt: skip
+    momentum = changed.pop("momentum", 0.0)
+    table = {"wire": {"gradient": wire}, "fragments": max(1, every // 10), "keep": changed.pop("keep", 1.0),
+             "outer_lr": outer, "momentum": momentum, "nesterov": momentum > 0, **changed}  # fmt: skip
+    return job(f"ours, {bits} bit{'s' if bits > 1 else ''}", every, table, lr, **(rest or {}))
+
+
+def first(runner: Runner, rates: tuple[float, ...]) -> None:
+    """Seed 0: rates of data parallel, then trials at 1,000 times, then other budgets and methods."""
+    trials = [exact(lr) for lr in rates]
+    runner.run(trials, "jobs")
+    lr = best(runner, trials).lr
+    print("rate:", lr, flush=True)
+    runner.run(at_1000(lr), "jobs")
+    runner.run(elsewhere(lr), "jobs")
+
+
+def at_1000(lr: float) -> list[Job]:
+    """Trials at 1,000 times, in turn."""
+    return [
+        two_hops(72, lr, outer=1.4), rival("sparseloco", 10, lr, 1.4), mine(10, lr), plain(10, lr),
+        rival("sparseloco", 10, lr, 2.0), two_hops(72, lr, outer=2.0), mine(10, lr, outer=1.4, momentum=0.0),
+        rival("sparseloco", 10, lr, 1.0), two_hops(72, lr, outer=1.0), rival("streaming-diloco", 30, lr, 0.7),
+        two_hops(34, lr, bits=1, outer=1.4), rival("sparseloco", 10, 2 * lr, 1.0), two_hops(72, 2 * lr, outer=1.0),
+    ]  # fmt: skip
+
+
+def elsewhere(lr: float) -> list[Job]:
+    """Other budgets and methods."""
+    return [
+        rival("sparseloco", 30, lr, 2.0), rival("sparseloco", 3, lr, 1.4), two_hops(20, lr, outer=1.4),
+        rival("diloco", 30, lr, 0.7), job(FOUR, 0, {}, lr),
+        job("large batch", 10, {}, 2 * lr), mine(30, lr), mine(3, lr),
+    ]  # fmt: skip
+
+
+GRIDS = {"first": first}
+
+
+def quick(options: argparse.Namespace) -> None:
+    """A text of this machine's own library, whose bytes are the tokens."""
+    import lzma
+
+    options.corpus = options.out / "quick"
+    options.corpus.mkdir(parents=True, exist_ok=True)
+    files = [f for name in ("json", "email") for f in sorted((Path(sysconfig.get_paths()["stdlib"]) / name).glob("*.py"))]
+    body = b"".join(bytes((one, 0)) for f in files for one in f.read_bytes())
+    held = 8192
+    (options.corpus / TOKENS).write_bytes(lzma.compress(held.to_bytes(8, "little") + body))
+
+
+def main() -> None:
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--grid", choices=GRIDS, default="first")
+    own.add_argument("--gguf", type=Path)
+    given, rest = own.parse_known_args()
+    options = parsed(rest)
+    if options.pack:
+        print("tokens:", *pack_tokens(options.pack, given.gguf, options.corpus / TOKENS, options.limit))
+        return
+    if given.gguf:
+        keep(given.gguf, options.corpus / WEIGHTS, SIZE)
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.together = 1
+    if options.quick:
+        HOW.update(steps=100, size=TINY)
+        quick(options)
+    if options.device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    runner = Runner(options, options.out / "frontier.jsonl")
+    GRIDS[given.grid](runner, RATES)
+    if runner.failed:
+        sys.exit(f"{runner.failed} runs failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ import argparse
 import sys
 import sysconfig
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from thinwire.config.presets import LOCAL_PRESETS
 SIZE = Llama(pretrained=True)
 HOW: Row = {"steps": 500, "batch": 16, "size": SIZE}
 TINY = Llama(width=32, layers=8, heads=2, groups=1, inside=64, vocabulary=256, length=32)
-RATES = (1e-4, 3e-4, 6e-4)
+RATES, MORE_RATES = (1e-4, 3e-4, 6e-4), 2
 UNIT_MB = 128.0  # fewer launches; a tile and its values are the same in any unit
 EXACT, FOUR, LOCO, STREAMING = "fp32 per step", "4 bits per step", "SparseLoCo", "Streaming DiLoCo"
 
@@ -88,33 +89,52 @@ def two_hops(every: int, lr: float, bits: int = 2, outer: float = 1.0, rest: Row
     return job(f"ours, {bits} bit{'s' if bits > 1 else ''}", every, table, lr, **(rest or {}))
 
 
-def first(runner: Runner, rates: tuple[float, ...]) -> None:
-    """Seed 0: rates of data parallel, then trials at 1,000 times, then other budgets and methods."""
-    trials = [exact(lr) for lr in rates]
-    runner.run(trials, "jobs")
-    lr = best(runner, trials).lr
-    print("rate:", lr, flush=True)
-    runner.run(at_1000(lr), "jobs")
-    runner.run(elsewhere(lr), "jobs")
+def loco(lr: float) -> list[Job]:
+    """Trials of SparseLoCo at 1,000 times."""
+    return [rival("sparseloco", 10, rate, outer) for rate, outer in ((lr, 1.4), (lr, 2.0), (lr, 1.0), (2 * lr, 1.0))]
 
 
-def at_1000(lr: float) -> list[Job]:
-    """Trials at 1,000 times, in turn."""
-    return [
-        two_hops(72, lr, outer=1.4), rival("sparseloco", 10, lr, 1.4), mine(10, lr), plain(10, lr),
-        rival("sparseloco", 10, lr, 2.0), two_hops(72, lr, outer=2.0), mine(10, lr, outer=1.4, momentum=0.0),
-        rival("sparseloco", 10, lr, 1.0), two_hops(72, lr, outer=1.0), rival("streaming-diloco", 30, lr, 0.7),
-        two_hops(34, lr, bits=1, outer=1.4), rival("sparseloco", 10, 2 * lr, 1.0), two_hops(72, 2 * lr, outer=1.0),
-    ]  # fmt: skip
+def dense(lr: float) -> list[Job]:
+    """As many of two bits for all values, seldom."""
+    return [two_hops(72, rate, outer=outer) for rate, outer in ((lr, 1.4), (lr, 2.0), (lr, 1.0), (2 * lr, 1.0))]
+
+
+def others(lr: float) -> list[Job]:
+    """Of ours, too: the preset, its pick without the outer momentum, and signs."""
+    return [mine(10, lr), mine(10, lr, outer=1.4, momentum=0.0), two_hops(34, lr, bits=1, outer=1.4)]
 
 
 def elsewhere(lr: float) -> list[Job]:
-    """Other budgets and methods."""
+    """Other budgets and methods, one trial each."""
     return [
-        rival("sparseloco", 30, lr, 2.0), rival("sparseloco", 3, lr, 1.4), two_hops(20, lr, outer=1.4),
-        rival("diloco", 30, lr, 0.7), job(FOUR, 0, {}, lr),
-        job("large batch", 10, {}, 2 * lr), mine(30, lr), mine(3, lr),
+        rival("streaming-diloco", 30, lr, 0.7), two_hops(20, lr, outer=1.4), rival("sparseloco", 3, lr, 1.4),
+        rival("sparseloco", 30, lr, 2.0), rival("streaming-diloco", 250, lr, 0.7), two_hops(7, lr, outer=1.0),
+        rival("diloco", 30, lr, 0.7), job("large batch", 10, {}, 2 * lr), mine(30, lr), mine(3, lr),
+        job(FOUR, 0, {}, lr),
     ]  # fmt: skip
+
+
+def rate_of(runner: Runner) -> float:
+    """The best rate of data parallel on seed 0; where it is the largest that was tried, its double is tried too."""
+    trials = [exact(lr) for lr in RATES]
+    runner.run(trials, "jobs")
+    while best(runner, trials) == trials[-1] and len(trials) < len(RATES) + MORE_RATES:
+        trials.append(exact(2 * trials[-1].lr))
+        runner.run(trials[-1:], "jobs")
+    return best(runner, trials).lr
+
+
+def first(runner: Runner) -> None:
+    """Seed 0: the rate, trials at 1,000 times; two more seeds of what is best; then other budgets and methods."""
+    lr = rate_of(runner)
+    print("rate:", lr, flush=True)
+    rivals, ours = loco(lr), dense(lr)
+    more = others(lr)
+    runner.run([ours[0], rivals[0], more[0], plain(10, lr), ours[1], rivals[1]], "jobs")
+    runner.run([*ours, *rivals, *more], "jobs")
+    found = [exact(lr), best(runner, [*ours, *more]), best(runner, rivals)]
+    runner.run([replace(one, seed=seed) for seed in (1, 2) for one in found], "jobs")
+    runner.run(elsewhere(lr), "jobs")
 
 
 GRIDS = {"first": first}
@@ -126,7 +146,9 @@ def quick(options: argparse.Namespace) -> None:
 
     options.corpus = options.out / "quick"
     options.corpus.mkdir(parents=True, exist_ok=True)
-    files = [f for name in ("json", "email") for f in sorted((Path(sysconfig.get_paths()["stdlib"]) / name).glob("*.py"))]
+    files = [
+        f for name in ("json", "email") for f in sorted((Path(sysconfig.get_paths()["stdlib"]) / name).glob("*.py"))
+    ]
     body = b"".join(bytes((one, 0)) for f in files for one in f.read_bytes())
     held = 8192
     (options.corpus / TOKENS).write_bytes(lzma.compress(held.to_bytes(8, "little") + body))
@@ -147,12 +169,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     options.together = 1
     if options.quick:
-        HOW.update(steps=100, size=TINY)
+        HOW.update(steps=80, size=TINY)
         quick(options)
     if options.device == "cuda":
         torch.set_float32_matmul_precision("high")
     runner = Runner(options, options.out / "frontier.jsonl")
-    GRIDS[given.grid](runner, RATES)
+    GRIDS[given.grid](runner)
     if runner.failed:
         sys.exit(f"{runner.failed} runs failed")
 

@@ -16,6 +16,7 @@ receives. A finished run is one line of OUT/frontier.jsonl, and one that is ther
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -77,6 +78,7 @@ def work(jobs: list[Job], corpus: str, device: str, graph: bool) -> list[Row]:
     try:
         return run_jobs(jobs, *_TEXT[corpus], graph)
     finally:
+        gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
 

@@ -16,6 +16,7 @@ from thinwire.parallel import LocalSteps, Reducer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "quality"))
 from frontier_jobs import dense, low, sparse
+from local_real import two_hops
 from stacked_llama import Llama
 from stacked_model import Size
 from stacked_run import clip
@@ -34,7 +35,7 @@ TABLES: dict[str, tuple[dict[str, Any], int]] = {
     "two hops, last round in four bits": (sparse(), 5),  # a round is under way when training ends
     "low rank": (low(rank=4), 2),
     "two bits": (dense(2), 3),
-    "two bits, kept, in fragments": ({**dense(2), "fragments": 2, "keep": 1.0, "delay": 0}, 4),
+    "two bits, kept, in fragments": (two_hops(4, 0.0, outer=1.4, fragments=2).table, 4),
     "kept": (sparse(hops=False, k=16, decay=0.98, delay=0, momentum=0.5, keep=1.0), 2),
     "kept, ever rarer": ({**sparse(hops=False, k=16, delay=1, keep=1.0), "grow": 2}, 4),
     "half kept in two hops, last round in four bits": (sparse(keep=0.5), 5),

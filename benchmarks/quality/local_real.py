@@ -33,6 +33,10 @@ HOW: Row = {"steps": 500, "batch": 16, "size": SIZE}
 TINY = Llama(width=32, layers=8, heads=2, groups=1, inside=64, vocabulary=256, length=32)
 RATES, MORE_RATES = (1e-4, 3e-4, 6e-4), 2
 UNIT_MB = 128.0  # fewer launches; a tile and its values are the same in any unit
+DENSE: dict[int, Row] = {
+    1: {"codec": "scaled_sign", "block": 512}, 2: {"codec": "two_levels", "block": 512},
+    4: {"codec": "quantize", "bits": 4, "block": 256, "scale": "mse"},
+}  # fmt: skip
 EXACT, FOUR, LOCO, STREAMING = "fp32 per step", "4 bits per step", "SparseLoCo", "Streaming DiLoCo"
 
 
@@ -79,9 +83,8 @@ def best(runner: Runner, jobs: list[Job]) -> Job:
 
 
 def two_hops(every: int, lr: float, bits: int = 2, outer: float = 1.0, rest: Row | None = None, **changed: Any) -> Job:
-    """Every value in one or two bits, in two hops, with error feedback: a fragment every ten steps."""
-    codec = {"codec": "quantize", "bits": bits, "scale": "mse"} if bits > 1 else {"codec": "scaled_sign"}
-    wire = {"collective": "two_hop", "codec": codec, "exact_dims": 0,
+    """Every value in so many bits, in two hops, with error feedback: a fragment every ten steps."""
+    wire = {"collective": "two_hop", "codec": DENSE[bits], "exact_dims": 0,
             "memory": {"memory": "error_feedback", "decay": changed.pop("decay", 1.0)}}  # fmt: skip
     momentum = changed.pop("momentum", 0.0)
     table = {"wire": {"gradient": wire}, "fragments": max(1, every // 10), "keep": changed.pop("keep", 1.0),
@@ -96,18 +99,18 @@ def loco(lr: float) -> list[Job]:
 
 def dense(lr: float) -> list[Job]:
     """As many of two bits for all values, seldom."""
-    return [two_hops(72, rate, outer=outer) for rate, outer in ((lr, 1.4), (lr, 2.0), (lr, 1.0), (2 * lr, 1.0))]
+    return [two_hops(82, rate, outer=outer) for rate, outer in ((lr, 1.4), (lr, 2.0), (lr, 1.0), (2 * lr, 1.0))]
 
 
 def others(lr: float) -> list[Job]:
     """Of ours, too: the preset, its pick without the outer momentum, and signs."""
-    return [mine(10, lr), mine(10, lr, outer=1.4, momentum=0.0), two_hops(34, lr, bits=1, outer=1.4)]
+    return [mine(10, lr), mine(10, lr, outer=1.4, momentum=0.0), two_hops(36, lr, bits=1, outer=1.4)]
 
 
 def elsewhere(lr: float) -> list[Job]:
     """Other budgets and methods, one trial each."""
     return [
-        rival("streaming-diloco", 30, lr, 0.7), two_hops(20, lr, outer=1.4), rival("sparseloco", 3, lr, 1.4),
+        rival("streaming-diloco", 30, lr, 0.7), two_hops(21, lr, outer=1.4), rival("sparseloco", 3, lr, 1.4),
         rival("sparseloco", 30, lr, 2.0), rival("streaming-diloco", 250, lr, 0.7), two_hops(7, lr, outer=1.0),
         rival("diloco", 30, lr, 0.7), job("large batch", 10, {}, 2 * lr), mine(30, lr), mine(3, lr),
         job(FOUR, 0, {}, lr),

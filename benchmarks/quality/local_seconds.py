@@ -55,7 +55,12 @@ def as_long(run: Job) -> tuple[dict[str, Any], int, int]:
     gathered = isinstance(reduction.collective, Gather)
     part = 1 if run.table else DENSE_PART
     sent = SITES - 1 if gathered else 2 * (SITES - 1) / SITES  # times a site's values
-    kind = {"collective": "gather" if gathered else "two_hop", "codec": "identity", "memory": "plain", "exact_dims": 0}
+    kind = {
+        "collective": "gather" if gathered else "two_hop",
+        "codec": {"codec": "identity"},
+        "memory": "plain",
+        "exact_dims": 0,
+    }
     wire: Any = "off" if isinstance(reduction.collective, Dense) else {"gradient": {**kind, "unit_mb": 1e4}}
     return {"wire": wire, **PLAIN}, int(nbytes / part / sent / 4), part
 

@@ -140,7 +140,32 @@ def first(runner: Runner) -> None:
     runner.run(elsewhere(lr), "jobs")
 
 
-GRIDS = {"first": first}
+def signs(lr: float, every: int = 34, **rest: Any) -> Job:
+    """One bit per value, the whole model at once."""
+    return two_hops(every, lr, bits=1, fragments=1, rest=rest)
+
+
+def second(runner: Runner) -> None:
+    """Second moments that forget more slowly, as many trials each; seeds of the best; fifty rounds of ours; others."""
+    lr = rate_of(runner)
+    slow = [{"beta2": beta} for beta in (0.99, 0.999)]
+    plain_ones = [exact(lr)] + [exact(lr, **how) for how in slow]
+    ours = [signs(lr, **how) for how in slow]
+    rivals = loco(lr) + [rival("sparseloco", 10, lr, 1.0, **how) for how in slow]
+    runner.run([plain_ones[1], ours[0], plain_ones[2], ours[1], rivals[-1], rivals[-2]], "jobs")
+    found = [best(runner, some) for some in (plain_ones, ours, rivals)]
+    runner.run([replace(one, seed=seed) for seed in (1, 2) for one in found], "jobs")
+    longer, at = {"steps": 1650, "batch": 8}, {"beta2": found[1].beta2}
+    runner.run([signs(2e-4, 33, **longer, **at), exact(2e-4, **longer, beta2=found[0].beta2)], "jobs")
+    runner.run([
+        signs(lr, 11, **at), rival("sparseloco", 3, lr, 1.0, beta2=found[2].beta2), plain(10, lr, **at),
+        rival("streaming-diloco", 30, lr, 0.7, **at), signs(lr / 2, **at),
+        rival("sparseloco", 10, lr / 2, 1.0, beta2=found[2].beta2), two_hops(82, lr, rest=at), two_hops(7, lr, rest=at),
+        signs(lr, apart=True, **at), rival("sparseloco", 10, lr, 1.0, apart=True, **at), exact(lr, apart=True, **at),
+    ], "jobs")  # fmt: skip
+
+
+GRIDS = {"first": first, "second": second}
 
 
 def quick(options: argparse.Namespace) -> None:

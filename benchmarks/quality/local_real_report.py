@@ -34,7 +34,7 @@ STYLES = {
 def settings(row: Row) -> str:
     """What was tried, as one word."""
     table = row["table"]
-    words = [f"{row['lr']:g}"]
+    words = [f"{row['lr']:g}"] + ([f"β₂ {row['beta2']:g}"] if row.get("beta2", 0.95) != 0.95 else [])
     if table:
         momentum = f", momentum {table['momentum']:g}" if table["momentum"] else ""
         words.append(f"outer {table['outer_lr']:g}{momentum}")
@@ -45,7 +45,7 @@ def kinds(rows: list[Row]) -> dict[Kind, list[dict[int, Row]]]:
     """Trials of every kind by seed, the best on the first seed first."""
     found: dict[Kind, dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        what = json.dumps([row["lr"], row["table"]], sort_keys=True)
+        what = json.dumps([row["lr"], row.get("beta2", 0.95), row["table"]], sort_keys=True)
         found[row["method"], row["every"], row["sites"], row["apart"]][what][row["seed"]] = row
     return {kind: sorted(tried.values(), key=_first) for kind, tried in found.items()}
 
@@ -144,10 +144,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path, help="a file of rows")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--steps", type=int, default=500, help="of the runs that are shown (default 500)")
     parser.add_argument("--trials", action="store_true")
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
-    rows = done(options.rows)
+    rows = [row for row in done(options.rows) if row["steps"] == options.steps]
     if options.table:
         print("\n".join(table(rows)))
     if options.trials:

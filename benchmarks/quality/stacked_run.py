@@ -24,9 +24,9 @@ HELD = 512  # sequences, at the end; on the way a quarter of them
 class Job:
     """One run. every: H, 0 where it is none. table: `[local]`, but for `every`, as JSON would have it. apart: sites
     have text of their own. batch: sequences per step, over all sites. flush: the last round sends all that is left, in
-    four bits per value. site_adam: the inner optimiser is SiteAdamW, not AdamW. moments: whose second moments the inner
-    optimiser divides by: a site's "own", or what it takes the common batch's to be (SignalAdamW: "signal"). late:
-    {"share", "every", "table"}: the last share of the steps has this H, and this wire where one is given."""
+    four bits per value. site_adam: the inner optimiser is SiteAdamW, not AdamW. beta2: how slowly its second moments
+    forget. moments: whose they are: a site's "own", or what it takes the common batch's to be (SignalAdamW: "signal").
+    late: {"share", "every", "table"}: the last share of the steps has this H, and this wire where one is given."""
 
     method: str
     sites: int
@@ -42,6 +42,7 @@ class Job:
     site_adam: bool = False
     moments: str = "own"
     late: dict[str, Any] = field(default_factory=dict, hash=False)
+    beta2: float = 0.95
 
     @property
     def copies(self) -> int:
@@ -127,7 +128,7 @@ class _Trainee:
 
 def _optimizer(run: _Trainee, fused: bool) -> torch.optim.Optimizer:
     """Of a run's inner steps."""
-    how: dict[str, Any] = {"lr": run.job.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    how: dict[str, Any] = {"lr": run.job.lr, "betas": (0.9, run.job.beta2), "weight_decay": 0.1}
     if run.job.site_adam:
         return SiteAdamW(run.parameter, NoiseRatio(lambda x: x.mean(0), run.job.sites), **how)
     if run.job.moments != "own":

@@ -31,6 +31,7 @@ TABLES: dict[str, tuple[dict[str, Any], int]] = {
     "streaming": ({"preset": "streaming-diloco", "fragments": 2}, 4),
     "sparseloco": ({"preset": "sparseloco"}, 3),
     "local-max": ({"preset": "local-max"}, 3),
+    "local-signs": ({"preset": "local-signs"}, 3),
     "two hops": (sparse(momentum=0.5), 3),
     "two hops, last round in four bits": (sparse(), 5),  # a round is under way when training ends
     "low rank": (low(rank=4), 2),
@@ -40,7 +41,7 @@ TABLES: dict[str, tuple[dict[str, Any], int]] = {
     "kept, ever rarer": ({**sparse(hops=False, k=16, delay=1, keep=1.0), "grow": 2}, 4),
     "half kept in two hops, last round in four bits": (sparse(keep=0.5), 5),
 }
-OF_LLAMA = ("streaming", "sparseloco", "local-max", "two bits, kept, in fragments")
+OF_LLAMA = ("streaming", "sparseloco", "local-max", "local-signs", "two bits, kept, in fragments")
 
 
 def _rows(step: int, site: int) -> Tensor:

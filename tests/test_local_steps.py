@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import local_cases
 import local_keep_cases
+import local_own_cases
 import local_paper_cases
 import local_site_cases
 import local_stacked_cases
@@ -25,11 +26,12 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "local_cases",
     "local_keep_cases",
+    "local_own_cases",
     "local_paper_cases",
     "local_site_cases",
     "local_stacked_cases",
 )
-STRAIGHT = [*local_paper_cases.CASES, *local_site_cases.CASES, *local_stacked_cases.CASES]
+STRAIGHT = [*local_paper_cases.CASES, *local_own_cases.CASES, *local_site_cases.CASES, *local_stacked_cases.CASES]
 
 
 def _cases(folder):

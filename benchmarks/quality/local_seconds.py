@@ -41,7 +41,8 @@ METHODS: dict[str, dict[str, Any]] = {
 DENSE_PART = 20
 REAL = {
     "SparseLoCo, local-max": rival("sparseloco", 10, 0.0, 1.0), "two bits, a fragment of 8": two_hops(82, 0.0),
-    "local-signs": signs(0.0), "two bits": two_hops(9, 0.0), "Streaming DiLoCo, a fragment of 4": rival("streaming-diloco", 30, 0.0, 1.0),
+    "local-signs": signs(0.0), "two bits": two_hops(9, 0.0),
+    "Streaming DiLoCo, a fragment of 4": rival("streaming-diloco", 30, 0.0, 1.0),
     "four bits per step": job(FOUR, 0, {}, 0.0), "fp32": exact(0.0),
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from local_frontier import done
-from local_frontier_report import fewer
+from local_frontier_report import fewer, steps_to
 
 from thinwire.quantities import half_interval
 
@@ -28,6 +28,15 @@ Kind = tuple[str, int, int, bool]  # method, H, sites, sites have text of their 
 STYLES = {
     "LocalSGD": "D", "DiLoCo": "s", "Streaming DiLoCo": "o", "SparseLoCo": "^", "ours": "v", "ours, 1 bit": "<",
     "ours, 2 bits": "P", "4 bits per step": "*", "large batch": "x",
+}  # fmt: skip
+# by method: what a row of the table of times is called, its round in local_seconds.py, and how many of those a round is
+ROUNDS: dict[str, dict[str, tuple[str, float]]] = {
+    "fp32 per step": {"fp32 DDP": ("fp32", 1), "bf16 DDP": ("fp32", 0.5)},
+    "4 bits per step": {"4 bits per step": ("four bits per step", 1)}, "LocalSGD": {"LocalSGD": ("fp32", 1)},
+    "Streaming DiLoCo": {"Streaming DiLoCo": ("Streaming DiLoCo, a fragment of 4", 4)},
+    "SparseLoCo": {"SparseLoCo": ("SparseLoCo, local-max", 1)}, "ours": {"`local-max`": ("SparseLoCo, local-max", 1)},
+    "ours, 1 bit": {"`local-signs`": ("local-signs", 1)},
+    "ours, 2 bits": {"two bits": ("two bits, a fragment of 8", 8)},
 }  # fmt: skip
 
 
@@ -113,6 +122,33 @@ def trials(rows: list[Row]) -> list[str]:
     return out
 
 
+def times(rows: list[Row], seconds: dict[str, dict[str, float]], target: float, computing: float) -> list[str]:
+    """Markdown: how long seed 0 takes to a loss. seconds: of a round, by its name in local_seconds.py and by rate.
+    computing: seconds of a step without a network."""
+    out = [
+        f"| loss {target:g} | steps | rounds | {' | '.join(seconds['fp32'])} |",
+        "|---" * (3 + len(seconds["fp32"])) + "|",
+    ]
+    for kind, tried in kinds(rows).items():
+        row = tried[0].get(0)
+        if row is None or kind[2] != 4 or kind[3] or kind[0] not in ROUNDS:
+            continue
+        steps = steps_to(row, target)
+        for name, (round_, part) in ROUNDS[kind[0]].items():
+            said_ = f"{name}, H = {kind[1]}" if kind[1] else name
+            if steps is None:
+                out.append(f"| {said_} | not reached |" + " |" * (1 + len(seconds["fp32"])))
+                continue
+            count = steps / max(1, kind[1])
+            cells = [_duration(steps * computing + count * part * found) for found in seconds[round_].values()]
+            out.append(f"| {said_} | {steps:,.0f} | {count:,.0f} | {' | '.join(cells)} |")
+    return out
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 5400 else f"{seconds / 60:.1f} min"
+
+
 def draw(rows: list[Row], path: Path) -> None:
     """Loss over fp32's against fewer bytes, with four sites."""
     from matplotlib.figure import Figure
@@ -147,12 +183,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="of the runs that are shown (default 500)")
     parser.add_argument("--trials", action="store_true")
     parser.add_argument("--figure", type=Path)
+    parser.add_argument(
+        "--times", type=Path, metavar="SECONDS", help="time to --loss, by what local_seconds.py --json wrote"
+    )
+    parser.add_argument("--loss", type=float, default=2.03)
+    parser.add_argument("--computing", type=float, default=0.06, help="seconds of a step without a network")
     options = parser.parse_args()
     rows = [row for row in done(options.rows) if row["steps"] == options.steps]
     if options.table:
         print("\n".join(table(rows)))
     if options.trials:
         print("\n".join(trials(rows)))
+    if options.times:
+        seconds = json.loads(options.times.read_text())["seconds"]
+        print("\n".join(times(rows, seconds, options.loss, options.computing)))
     if options.figure:
         draw(rows, options.figure)
 

@@ -24,11 +24,12 @@ from thinwire.quantities import half_interval
 Row = dict[str, Any]
 EXACT = "fp32 per step"
 PUBLISHED = 14 / 10  # bits per entry: 12 of them an index, as against thinwire's
-Kind = tuple[str, int, int, bool]  # method, H, sites, sites have text of their own
+Kind = tuple[str, int, int, bool, float]  # method, H, sites, sites have text of their own, Adam's second beta
 STYLES = {
     "LocalSGD": "D", "DiLoCo": "s", "Streaming DiLoCo": "o", "SparseLoCo": "^", "ours": "v", "ours, 1 bit": "<",
     "ours, 2 bits": "P", "4 bits per step": "*", "large batch": "x",
 }  # fmt: skip
+COLORS = [f"C{i}" for i in range(len(STYLES))]
 # by method: what a row of the table of times is called, its round in local_seconds.py, and how many of those a round is
 ROUNDS: dict[str, dict[str, tuple[str, float]]] = {
     "fp32 per step": {"fp32 DDP": ("fp32", 1), "bf16 DDP": ("fp32", 0.5)},
@@ -54,8 +55,9 @@ def kinds(rows: list[Row]) -> dict[Kind, list[dict[int, Row]]]:
     """Trials of every kind by seed, the best on the first seed first."""
     found: dict[Kind, dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        what = json.dumps([row["lr"], row.get("beta2", 0.95), row["table"]], sort_keys=True)
-        found[row["method"], row["every"], row["sites"], row["apart"]][what][row["seed"]] = row
+        what = json.dumps([row["lr"], row["table"]], sort_keys=True)
+        kind = row["method"], row["every"], row["sites"], row["apart"], row.get("beta2", 0.95)
+        found[kind][what][row["seed"]] = row
     return {kind: sorted(tried.values(), key=_first) for kind, tried in found.items()}
 
 
@@ -85,8 +87,8 @@ def table(rows: list[Row]) -> list[str]:
     heads = ["method", "sites", "H", "rates", "trials", "loss, seed 0", "over fp32", "of what fp32 learns", "seeds"]
     out = [f"| {' | '.join(heads)} | fewer bytes |"]
     out.append("|---|---|---|---|---|---|---|---|---|---|")
-    for kind in sorted(found, key=lambda kind: (kind[3], kind[2] != 4, kind[2], fewer(_any(found[kind][0])), kind)):
-        method, every, sites, apart = kind
+    for kind in sorted(found, key=lambda kind: (*kind[:1:-1], fewer(_any(found[kind][0])), kind)):
+        method, every, sites, apart, _ = kind
         best = found[kind][0]
         over, share = lost(best, reference(found, kind))
         times = f"{fewer(_any(best)):,.0f}×"
@@ -101,10 +103,9 @@ def table(rows: list[Row]) -> list[str]:
 
 
 def reference(found: dict[Kind, list[dict[int, Row]]], kind: Kind) -> dict[int, Row]:
-    """fp32 data parallel by seed. With text apart it has the same text in all."""
-    return (found.get((EXACT, 0, kind[2], kind[3])) or found.get((EXACT, 0, 4, kind[3])) or found[EXACT, 0, 4, False])[
-        0
-    ]
+    """fp32 data parallel by seed, with the same second beta. With text apart it has the same text in all."""
+    places = [(EXACT, 0, sites, apart, kind[4]) for sites, apart in (kind[2:4], (4, kind[3]), (4, False))]
+    return next(found[place][0] for place in places if place in found)
 
 
 def _any(seeds: dict[int, Row]) -> Row:
@@ -135,7 +136,7 @@ def times(rows: list[Row], seconds: dict[str, dict[str, float]], target: float, 
             continue
         steps = steps_to(row, target)
         for name, (round_, part) in ROUNDS[kind[0]].items():
-            said_ = f"{name}, H = {kind[1]}" if kind[1] else name
+            said_ = f"{name}{f', H = {kind[1]}' if kind[1] else ''}, β₂ {kind[4]:g}"
             if steps is None:
                 out.append(f"| {said_} | not reached |" + " |" * (1 + len(seconds["fp32"])))
                 continue
@@ -156,21 +157,26 @@ def draw(rows: list[Row], path: Path) -> None:
     found = kinds(rows)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    for method, mark in STYLES.items():
-        points = []
-        for kind in found:
-            if kind[0] == method and kind[2] == 4 and not kind[3]:
-                over, _ = lost(found[kind][0], reference(found, kind))
-                half = half_interval(over) if len(over) > 1 else None
-                points.append((fewer(_any(found[kind][0])), statistics.fmean(over), half or 0.0))
-        if points:
-            x, y, error = zip(*sorted(points))
-            axes.errorbar(x, y, yerr=error, marker=mark, capsize=3, label=method)
+    for (method, mark), color in zip(STYLES.items(), COLORS):
+        for beta, fill in ((0.95, "none"), (0.999, "full")):
+            points = []
+            for kind in found:
+                if kind[0] == method and kind[2] == 4 and not kind[3] and kind[4] == beta and method != EXACT:
+                    over, _ = lost(found[kind][0], reference(found, kind))
+                    half = half_interval(over) if len(over) > 1 else None
+                    points.append((fewer(_any(found[kind][0])), statistics.fmean(over), half or 0.0))
+            if points:
+                x, y, error = zip(*sorted(points))
+                named = f"{method}, β₂ {beta:g}"
+                axes.errorbar(
+                    x, y, error, marker=mark, markersize=9, fillstyle=fill, color=color, capsize=3, label=named
+                )
     axes.axhline(1.0, color="grey", linewidth=0.8, linestyle="dashed")
     axes.axvline(1000, color="grey", linewidth=0.8, linestyle="dashed")
     axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("times fewer bytes per token than fp32 data parallel")
-    axes.set_ylabel("held-out loss over fp32's, %")
+    axes.set_ylabel("held-out loss over fp32's with the same β₂, %")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

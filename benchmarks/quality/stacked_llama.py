@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +22,7 @@ from torch.nn import functional as F
 Weights = Mapping[str, Tensor]
 TOKENS, WEIGHTS = "tokens.xz", "weights.pt"
 _FIRST: list[Tensor] = []  # of this process
+JOINED = ("k_proj.weight", "v_proj.weight", "up_proj.weight")  # in the product of the parameter before
 END = 0  # SmolLM2's <|endoftext|>, between files
 
 
@@ -79,19 +79,16 @@ class Llama:
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """What the forward pass multiplies by, of flat[copies, parameters], whose memory it shares: the name of the
         first parameter of each product, and [copies, rows, columns] or [copies, 1, width]."""
-        sizes = [math.prod(shape) for shape in self.shapes().values()]
-        places = dict(zip(self.shapes(), accumulate(sizes, initial=0)))
-        out = {}
+        found: dict[str, tuple[int, int, int]] = {}  # from, to, columns
+        last, start = "", 0
         for name, shape in self.shapes().items():
-            if name.endswith(("k_proj.weight", "v_proj.weight", "up_proj.weight")):
-                continue  # in the product of its neighbour
-            rows = {"q": self.width + 2 * self.groups * self.head, "g": 2 * self.inside}.get(
-                name.split(".")[-2][0] if "proj" in name else "", shape[0]
-            )
-            rows, columns = (rows, shape[1]) if len(shape) > 1 else (1, shape[0])
-            start = places[name]
-            out[name] = flat[:, start : start + rows * columns].unflatten(1, (rows, columns))
-        return out
+            end = start + math.prod(shape)
+            if name.endswith(JOINED):
+                found[last] = (found[last][0], end, shape[-1])
+            else:
+                last, found[name] = name, (start, end, shape[-1])
+            start = end
+        return {name: flat[:, a:b].unflatten(1, (-1, columns)) for name, (a, b, columns) in found.items()}
 
     def read(self, folder: Path) -> tuple[Tensor, Tensor]:
         """(tokens to train on, held-out ones) of a folder; its weights are what `initial` gives from now on."""

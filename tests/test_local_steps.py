@@ -42,7 +42,7 @@ def _cases(folder):
 def ranks(tmp_path_factory):
     cases = _cases(str(tmp_path_factory.mktemp("local")))
     with Network(hosts=4, preload=PRELOAD) as net:
-        found = launch(net, run_cases, cases, timeout=150)
+        found = launch(net, run_cases, cases, timeout=240)
     return {name_of(case).partition("(")[0]: (found, case) for case in cases}
 
 
@@ -51,7 +51,7 @@ NAMES = [name_of(case).partition("(")[0] for case in _cases("")]
 
 @pytest.mark.lab
 @needs_network
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(280)
 @pytest.mark.parametrize("name", NAMES)
 def test_case(ranks, name):
     passed(*ranks[name])

@@ -26,7 +26,7 @@ def batch(step: int, site: int) -> tuple[Tensor, Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="local-max", help="diloco, streaming-diloco, sparseloco, local-max")
+    parser.add_argument("--preset", default="local-max", help="such as diloco, sparseloco, local-max or local-signs")
     parser.add_argument("--every", type=int, default=10, help="inner steps per round")
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()

@@ -58,3 +58,42 @@ def test_the_report_is_paired_and_counts_rounds() -> None:
     assert steps_to(mine[0], 1.5 * 1.01) == pytest.approx(75) and steps_to(mine[0], 0.5) is None
     # ten rounds of 50 bytes each, one latency, of ten steps
     assert step_seconds(mine[0], 8.0, 0.1) == pytest.approx(0.1 + (50 + 0.05) / 10)
+
+
+def test_a_stacked_llama_is_that_of_transformers() -> None:
+    import torch
+    from stacked_llama import Llama
+    from torch.nn.functional import cross_entropy
+
+    transformers = pytest.importorskip("transformers")
+    size = Llama(width=32, layers=2, heads=4, groups=2, inside=48, vocabulary=64, length=12)
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        vocab_size=64, tie_word_embeddings=True, rms_norm_eps=size.epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": size.theta},
+    )  # fmt: skip
+    rows = torch.randint(0, 64, (2, 3, 13), generator=torch.Generator().manual_seed(0))
+    flat = torch.stack([size.initial(seed) for seed in (1, 2)])
+    weights = {name: view.detach().requires_grad_() for name, view in size.views(flat).items()}
+    losses = size.losses(weights, rows)
+    found = torch.cat([g.flatten(1) for g in torch.autograd.grad(losses.sum(), list(weights.values()))], 1)
+    for copy, mine in enumerate(rows):
+        model = transformers.LlamaForCausalLM(config)
+        assert {name: tuple(p.shape) for name, p in model.named_parameters()} == size.shapes()
+        torch.nn.utils.vector_to_parameters(flat[copy], model.parameters())
+        logits = model(mine[:, :-1]).logits
+        loss = cross_entropy(logits.reshape(-1, 64), mine[:, 1:].reshape(-1))
+        wanted = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+        torch.testing.assert_close(losses[copy], loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[copy], wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_no_sequence_comes_twice(apart: bool) -> None:
+    import torch
+    from stacked_llama import Llama
+
+    begin = Llama(length=8).starts(torch.zeros(8 * 100 + 1), 3, 6, 4, 4, apart)
+    assert begin.shape == (6, 4, 4) and begin.flatten().unique().numel() == begin.numel() == 96
+    parts = begin.transpose(0, 1).flatten(1) // (8 * 25)  # of the text, in which a site draws
+    assert torch.equal(parts, torch.arange(4)[:, None].expand_as(parts)) is apart

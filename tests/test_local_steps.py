@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import local_cases
 import local_keep_cases
+import local_own_cases
 import local_paper_cases
 import local_site_cases
 import local_stacked_cases
@@ -25,11 +26,12 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "local_cases",
     "local_keep_cases",
+    "local_own_cases",
     "local_paper_cases",
     "local_site_cases",
     "local_stacked_cases",
 )
-STRAIGHT = [*local_paper_cases.CASES, *local_site_cases.CASES, *local_stacked_cases.CASES]
+STRAIGHT = [*local_paper_cases.CASES, *local_own_cases.CASES, *local_site_cases.CASES, *local_stacked_cases.CASES]
 
 
 def _cases(folder):
@@ -40,7 +42,7 @@ def _cases(folder):
 def ranks(tmp_path_factory):
     cases = _cases(str(tmp_path_factory.mktemp("local")))
     with Network(hosts=4, preload=PRELOAD) as net:
-        found = launch(net, run_cases, cases, timeout=150)
+        found = launch(net, run_cases, cases, timeout=240)
     return {name_of(case).partition("(")[0]: (found, case) for case in cases}
 
 
@@ -49,7 +51,7 @@ NAMES = [name_of(case).partition("(")[0] for case in _cases("")]
 
 @pytest.mark.lab
 @needs_network
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(280)
 @pytest.mark.parametrize("name", NAMES)
 def test_case(ranks, name):
     passed(*ranks[name])

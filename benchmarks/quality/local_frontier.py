@@ -16,22 +16,25 @@ receives. A finished run is one line of OUT/frontier.jsonl, and one that is ther
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
 import traceback
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from frontier_jobs import STAGES, Protocol, key
-from stacked_model import Size, pack, read_corpus
+from stacked_model import Size, pack
 from stacked_run import Job, run_jobs
 from torch import Tensor
 
 Row = dict[str, Any]
+ADDED: Row = {"beta2": 0.95}  # what rows of before do not say
 _TEXT: dict[str, tuple[Tensor, Tensor]] = {}  # of this process
 
 
@@ -48,7 +51,7 @@ def done(path: Path) -> list[Row]:
 
 def is_done(job: Job, stage: str, rows: list[Row]) -> bool:
     wanted = json.loads(json.dumps(key(job, stage)))
-    return any(all(row.get(name) == value for name, value in wanted.items()) for row in rows)
+    return any(all({**ADDED, **row}.get(name) == value for name, value in wanted.items()) for row in rows)
 
 
 def fleets(jobs: list[Job], together: int) -> list[list[Job]]:
@@ -71,12 +74,14 @@ def work(jobs: list[Job], corpus: str, device: str, graph: bool) -> list[Row]:
     if device == "cpu":
         torch.set_num_threads(1)
     if corpus not in _TEXT:
-        text, held = read_corpus(Path(corpus))
+        text, held = jobs[0].size.read(Path(corpus))
         _TEXT[corpus] = (text.to(device), held.to(device))
-    found = run_jobs(jobs, *_TEXT[corpus], graph)
-    if device == "cuda":
-        torch.cuda.empty_cache()
-    return found
+    try:
+        return run_jobs(jobs, *_TEXT[corpus], graph)
+    finally:
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
 
 
 def read_jobs(path: Path) -> list[Job]:
@@ -91,8 +96,9 @@ class Runner:
     def __init__(self, options: argparse.Namespace, path: Path) -> None:
         self.options, self.path = options, path
         self.began = time.perf_counter()
+        self.pool: ProcessPoolExecutor | None = None  # its processes keep the text and compiled kernels
         self.failed = 0  # fleets, in processes of their own: the others go on
-        self.seconds: dict[Size, float] = {}  # per unit of a job's work, of the last fleet of that size
+        self.seconds: dict[str, float] = {}  # per unit of a job's work, of the last fleet of that size
 
     def run(self, jobs: list[Job], stage: str) -> None:
         """Those that are not in the file yet."""
@@ -106,31 +112,31 @@ class Runner:
                 if self.has_time(fleet):
                     self.write(work(fleet, *given), stage)
             return
-        with ProcessPoolExecutor(self.options.parallel, get_context("spawn")) as pool:
-            under_way: set[Future[list[Row]]] = set()
-            while under_way or waiting:
-                while waiting and len(under_way) < self.options.parallel:
-                    fleet = waiting.pop(0)
-                    if self.has_time(fleet):
-                        under_way.add(pool.submit(work, fleet, *given))
-                if not under_way:
-                    break
-                ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-                for future in ended:
-                    if future.exception() is not None:
-                        self.failed += 1
-                        traceback.print_exception(future.exception())
-                    else:
-                        self.write(future.result(), stage)
+        if self.pool is None:
+            self.pool = ProcessPoolExecutor(self.options.parallel, get_context("spawn"))
+        under_way: set[Future[list[Row]]] = set()
+        while under_way or waiting:
+            while waiting and len(under_way) < self.options.parallel:
+                fleet = waiting.pop(0)
+                if self.has_time(fleet):
+                    under_way.add(self.pool.submit(work, fleet, *given))
+            if not under_way:
+                break
+            ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+            for future in ended:
+                if future.exception() is not None:
+                    self.failed += 1
+                    traceback.print_exception(future.exception())
+                else:
+                    self.write(future.result(), stage)
 
     def has_time(self, fleet: list[Job]) -> bool:
         """Will these runs end before the budget is spent, if they take as long as earlier ones?"""
-        expected = sum(job.work * self.seconds.get(job.size, 0.0) for job in fleet)
+        expected = sum(job.work * self.seconds.get(str(asdict(job.size)), 0.0) for job in fleet)
         return time.perf_counter() - self.began + expected < self.options.budget
 
     def write(self, rows: list[Row], stage: str) -> None:
-        done = Size(**rows[0]["size"])
-        self.seconds[done] = sum(row["seconds"] for row in rows) / sum(row["work"] for row in rows)
+        self.seconds[str(rows[0]["size"])] = sum(row["seconds"] for row in rows) / sum(row["work"] for row in rows)
         with self.path.open("a") as file:
             for row in rows:
                 row["stage"] = "tune" if stage == "tune" else "grid"

@@ -42,8 +42,8 @@ def grouped(rows: list[Row]) -> dict[Kind, dict[int, Row]]:
     most = max(row["steps"] for row in grid)
     found: dict[Kind, dict[str, dict[int, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in grid:
-        if row["steps"] == most:
-            settings = json.dumps([row.get("lr"), row["table"], row.get("site_adam", False)])
+        if row["steps"] == most and not row.get("late"):
+            settings = json.dumps([row.get("lr"), row["table"], row.get("site_adam", False), row.get("moments")])
             found[named(row), row["sites"], row["every"], row["apart"]][settings][row["seed"]] = row
     return {kind: min(tried.values(), key=_first_loss) for kind, tried in found.items()}
 

@@ -99,8 +99,12 @@ def round_trip(codec: Codec, x: Tensor, shapes: Shapes) -> Tensor:
         return _tiles(codec, x, shapes)
     if isinstance(codec, BinMeans):
         return _bin_means(x)
-    if isinstance(codec, TwoLevels) and x.shape[1] % codec.block == 0:
-        return _two_levels(x, codec.block)
+    if isinstance(codec, TwoLevels):
+        whole = x.shape[1] // codec.block * codec.block
+        parts = [_two_levels(x[:, :whole], codec.block)] if whole else []
+        if whole < x.shape[1]:
+            parts.append(_two_levels(x[:, whole:], x.shape[1] - whole))
+        return torch.cat(parts, 1)
     span = codec.span
     if span is not None and x.shape[1] % span == 0:  # rows can be coded as one
         wire, _ = codec.encode_flagged(x)
@@ -147,7 +151,7 @@ def _matrices(codec: TileTopK, x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _two_levels(x: Tensor, block: int) -> Tensor:
-    """TwoLevels of blocks, without packing."""
+    """TwoLevels of rows of whole blocks, without packing."""
     limit = torch.finfo(torch.float32).max
     levels = torch.stack(two_means(x.reshape(-1), block)).clamp(max=limit)
     low, high = decode_scale(nearest_scale(levels, limit))[:, :, None]

@@ -60,6 +60,22 @@ class Size:
             start = end
         return out
 
+    pretrained = False
+    at_once = 64  # sequences that are evaluated together
+    looks = 20  # evaluations on the way
+
+    def losses(self, weights: Weights, rows: Tensor) -> Tensor:
+        """float32[copies], of `views` and int64[copies, sequences, length + 1]."""
+        return losses(weights, rows, self)
+
+    def read(self, path: Path) -> tuple[Tensor, Tensor]:
+        """(text, held-out text)."""
+        return read_corpus(path)
+
+    def starts(self, text: Tensor, seed: int, steps: int, sites: int, per_site: int, apart: bool) -> Tensor:
+        """int64[steps, sites, per site]: where sequences begin."""
+        return starts(text, seed, steps, sites, per_site, apart)
+
 
 def losses(weights: Weights, rows: Tensor, size: Size) -> Tensor:
     """float32[copies]: every copy's mean loss on its own rows, int64[copies, sequences, length + 1]."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from site_adam import BLOCK, NoiseRatio, SignalAdamW, SiteAdamW
-from stacked_model import Size, losses, sequences, starts
+from stacked_llama import Llama
+from stacked_model import Size, sequences
 from stacked_sites import LocalSites, PerStep, per_step_wire, table_of
 from torch import Tensor, nn
 
 EXACT = ("fp32 per step", "large batch")  # one copy of the model will do
 PER_STEP: dict[str, str] = {"fp32 per step": "off", "4 bits per step": "max", "large batch": "off"}
-EVALUATIONS = 20
 AVERAGED = 200  # times that shared weights enter a moving average, of the last fortieth of the run
 HELD = 512  # sequences, at the end; on the way a quarter of them
 
@@ -24,9 +24,9 @@ HELD = 512  # sequences, at the end; on the way a quarter of them
 class Job:
     """One run. every: H, 0 where it is none. table: `[local]`, but for `every`, as JSON would have it. apart: sites
     have text of their own. batch: sequences per step, over all sites. flush: the last round sends all that is left, in
-    four bits per value. site_adam: the inner optimiser is SiteAdamW, not AdamW. moments: whose second moments the inner
-    optimiser divides by: a site's "own", or what it takes the common batch's to be (SignalAdamW: "signal"). late:
-    {"share", "every", "table"}: the last share of the steps has this H, and this wire where one is given."""
+    four bits per value. site_adam: the inner optimiser is SiteAdamW, not AdamW. beta2: how slowly its second moments
+    forget. moments: whose they are: a site's "own", or what it takes the common batch's to be (SignalAdamW: "signal").
+    late: {"share", "every", "table"}: the last share of the steps has this H, and this wire where one is given."""
 
     method: str
     sites: int
@@ -38,10 +38,11 @@ class Job:
     flush: bool = False
     apart: bool = False
     batch: int = 16
-    size: Size = field(default_factory=Size)
+    size: Size | Llama = field(default_factory=Size)
     site_adam: bool = False
     moments: str = "own"
     late: dict[str, Any] = field(default_factory=dict, hash=False)
+    beta2: float = 0.95
 
     @property
     def copies(self) -> int:
@@ -127,7 +128,7 @@ class _Trainee:
 
 def _optimizer(run: _Trainee, fused: bool) -> torch.optim.Optimizer:
     """Of a run's inner steps."""
-    how: dict[str, Any] = {"lr": run.job.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    how: dict[str, Any] = {"lr": run.job.lr, "betas": (0.9, run.job.beta2), "weight_decay": 0.1}
     if run.job.site_adam:
         return SiteAdamW(run.parameter, NoiseRatio(lambda x: x.mean(0), run.job.sites), **how)
     if run.job.moments != "own":
@@ -154,7 +155,9 @@ class Fleet:
             raise ValueError("jobs of a fleet have equal copies, steps, batches and sizes")
         self.size, self.text, self.held, self.steps = first.size, text, held, first.steps
         device, per = text.device, first.batch // first.copies
-        self.weights = torch.cat([job.size.initial(job.seed).expand(job.copies, -1) for job in jobs]).to(device)
+        initial = [job.size.initial(job.seed).to(device).expand(job.copies, -1) for job in jobs]
+        self.weights, self.first = torch.cat(initial), initial[0][0]
+        del initial
         self.gradients = torch.zeros_like(self.weights)
         self.dtype = torch.bfloat16 if text.is_cuda else torch.float32
         self.low = torch.empty_like(self.weights, dtype=self.dtype)
@@ -162,14 +165,14 @@ class Fleet:
         parts = (first.copies,) * len(jobs)
         self.runs = [_Trainee(*one) for one in zip(jobs, self.weights.split(parts), self.gradients.split(parts))]
         self.inner = [_optimizer(run, text.is_cuda) for run in self.runs]
-        begin = [starts(text, job.seed + 1, job.steps, job.copies, per, job.apart) for job in jobs]
+        begin = [job.size.starts(text, job.seed + 1, job.steps, job.copies, per, job.apart) for job in jobs]
         self.begin = torch.cat(begin, 1).to(device)
         self.rows = torch.zeros(len(jobs) * first.copies, per, self.size.length + 1, dtype=torch.long, device=device)
         self.graph = self._captured() if graph else None
 
     def train(self) -> None:
         """All steps, and the sites' last round."""
-        every = max(1, self.steps // EVALUATIONS)
+        every = max(1, self.steps // self.size.looks)
         for step in range(self.steps):
             self.rows.copy_(sequences(self.text, self.begin[step], self.size.length))
             if self.graph is None:
@@ -208,6 +211,8 @@ class Fleet:
             dense = 8 * n * (job.sites - 1) / job.sites / (job.batch * job.size.length)
             found |= {"held": held, "bytes": sent, "tokens": tokens, "parameters": n, "curve": run.curve}
             found |= {"bytes_per_token": sent / tokens, "fp32_bytes_per_token": dense}
+            if job.size.pretrained:
+                found["start"] = self.evaluate(self.first, HELD)
             out.append(asdict(job) | found | {"seconds": seconds / len(self.runs), "fleet": len(self.runs)})
             out[-1] |= {"work": job.work, "teraflops": 1e-12 * len(self.runs) * job.work / seconds}
         return out
@@ -218,13 +223,14 @@ class Fleet:
         length = self.size.length
         begin = torch.linspace(0, self.held.numel() - length - 2, count).long()
         weights = self.size.views(flat[None].to(self.dtype))
-        found = [losses(weights, sequences(self.held, some, length)[None], self.size) for some in begin.split(64)]
+        parts = begin.split(self.size.at_once)
+        found = [self.size.losses(weights, sequences(self.held, some, length)[None]) for some in parts]
         return float(torch.cat(found).mean())
 
     def _pass(self) -> None:
         """Gradients of all copies, in float32."""
         self.low.copy_(self.weights)
-        total = losses(self.leaves, self.rows, self.size).sum()
+        total = self.size.losses(self.leaves, self.rows).sum()
         found = torch.autograd.grad(total, list(self.leaves.values()))
         torch.cat([g.flatten(1) for g in found], 1, out=self.gradients)
 

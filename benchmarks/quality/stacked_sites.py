@@ -8,12 +8,13 @@ x[sites, n] holds all sites; `settings` are thinwire's own `Local` and `Reductio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from stacked_exchange import exchange, sent_bytes
-from stacked_model import Size
 from torch import Tensor, nn
 
 import thinwire as tw
@@ -27,13 +28,20 @@ from thinwire.local_steps.schedule import Schedule, split_fragments
 Span = tuple[int, int]
 
 
+class Shaped(Protocol):
+    """The sizes of a model."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every parameter's, by name, in the order in which they lie in the flat model."""
+
+
 class Wire:
     """The units of some parameters and what every site remembers of them.
 
     reduction: how they are averaged. names: of the parameters; shapes, spans: of all parameters of the model.
     """
 
-    def __init__(self, reduction: Reduction, names: list[str], size: Size, sites: int) -> None:
+    def __init__(self, reduction: Reduction, names: list[str], size: Shaped, sites: int) -> None:
         shapes = size.shapes()
         self.units = make_units({name: shapes[name] for name in names}, reduction)
         self.spans = spans_of([name for unit in self.units for name in unit.parameters], size)
@@ -78,13 +86,13 @@ class Wire:
         return torch.cat(parts, 1)
 
 
-def spans_of(names: list[str], size: Size) -> list[Span]:
+def spans_of(names: list[str], size: Shaped) -> list[Span]:
     """Where parameters lie in the flat model, neighbours joined."""
     ends: dict[str, Span] = {}
     start = 0
-    for name, (rows, columns) in size.shapes().items():
-        ends[name] = (start, start + rows * columns)
-        start += rows * columns
+    for name, shape in size.shapes().items():
+        ends[name] = (start, start + math.prod(shape))
+        start += math.prod(shape)
     out: list[Span] = []
     for name in names:
         a, b = ends[name]
@@ -123,7 +131,7 @@ class LocalSites:
     weights: float32[sites, n]. settings: LocalSteps'.
     """
 
-    def __init__(self, weights: Tensor, settings: Local, size: Size) -> None:
+    def __init__(self, weights: Tensor, settings: Local, size: Shaped) -> None:
         self.weights, self.settings, self.size, self.keep = weights, settings, size, settings.keep
         self.schedule = Schedule.of(settings)
         reduction = settings.wire.gradient or Reduction(Dense())
@@ -224,7 +232,7 @@ class PerStep:
     reduction: of the gradients. sites: how many there are.
     """
 
-    def __init__(self, reduction: Reduction, size: Size, sites: int) -> None:
+    def __init__(self, reduction: Reduction, size: Shaped, sites: int) -> None:
         self.wire = Wire(reduction, list(size.shapes()), size, sites)
         self.bytes = 0
 

@@ -143,6 +143,17 @@ LOCAL_PRESETS: dict[str, dict[str, Any]] = {
         },
         "every": 30, "delay": 1, "keep": 1.0, "outer_lr": 1.0, "momentum": 0.5,
     },
+    # ours, for models that know much already: every value's sign and a magnitude per block, to its owner and back, so
+    # that a site's bytes do not grow with their number; what was not sent stays in the site's weights
+    "local-signs": {
+        "wire": {
+            "gradient": {
+                "collective": "two_hop", "codec": {"codec": "scaled_sign", "block": 512},
+                "memory": {"memory": "error_feedback", "decay": 1.0}, "exact_dims": 0,
+            }
+        },
+        "every": 34, "keep": 1.0, "outer_lr": 1.0, "momentum": 0.0, "nesterov": False,
+    },
 }  # fmt: skip
 KEYS = ("preset", "forward", "backward", "gradient", "embedding", "auto", "streams")
 

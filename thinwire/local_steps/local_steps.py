@@ -53,8 +53,8 @@ class LocalSteps:
     named_parameters: pairs such as model.named_parameters() gives; those that require no gradient are left out, and
     buffers are never averaged. FSDP2's are averaged shard by shard.
     inner: the optimiser of these parameters. Its state is saved with the rest, and forgotten where it is not finite.
-    wire: a preset of local steps (diloco, streaming-diloco, sparseloco, local-max), whose settings the arguments below
-    override; a table `[local]`; or what `Reducer` takes: a tw.Wire, a preset's name, a collective.
+    wire: a preset of local steps (diloco, streaming-diloco, sparseloco, local-max, local-signs), whose settings the
+    arguments below override; a table `[local]`; or what `Reducer` takes: a tw.Wire, a preset's name, a collective.
     group: the process group, or 1-D mesh, of one rank per site: those that hold the same part of the model. None is
     torch's default one. In a quorum (tw.elastic.Quorum) it waits for the others' next round, and begins with them.
     every: inner steps between two averagings of a fragment, 30 unless the preset says otherwise. grow: rounds become

@@ -130,7 +130,9 @@ def _times(rows: Rows) -> str:
 def _to_same_loss(rows: Rows) -> str:
     """Where losses were taken often enough: steps and simulated seconds to fp32's least loss and 0.5 % more, and to the
     loss that fp32 ends with, by rate; means of the seeds that fp32 and the wire share. "never": not in every seed."""
-    plain = {row["seed"]: row for row in rows if row["wire"] == "fp32" and "curve" in row}
+    best = best_rate(rows)
+    rows = [row for row in rows if "curve" in row and row["rate"] == best]
+    plain = {row["seed"]: row for row in rows if row["wire"] == "fp32"}
     lines = [["wire", "seeds", "goal", "steps", *RATES]]
     lines.append(["---"] * len(lines[0]))
     goals = {
@@ -138,7 +140,7 @@ def _to_same_loss(rows: Rows) -> str:
         "fp32's last": lambda row: row["curve"][-1][1],
     }
     for wire in WIRES:
-        own = [row for row in rows if row["wire"] == wire and row["seed"] in plain and "curve" in row]
+        own = [row for row in rows if row["wire"] == wire and row["seed"] in plain]
         for goal, of in goals.items() if own else ():
             steps = [step for row in own if (step := _first(row, of(plain[row["seed"]]))) is not None]
             cells = ["never"] * (1 + len(RATES))

@@ -129,8 +129,8 @@ def test_low_rank_steps_are_the_librarys_lanes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_stacked_runs_are_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of lazy_steps.py in one stack have the gradients that each has in a stack of its own, and the exact one those
-    of gpu_quality's model under autocast."""
+    """Runs of lazy_steps.py in one stack have the gradients that each has in a stack of its own, and the exact one
+    those of gpu_quality's model under autocast."""
     monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "card"))
     from gpu_quality import Model, Size, loss_of
     from lazy_steps import Coding, Steps, Training, stacked

@@ -8,8 +8,8 @@ at the three boundaries: not at all, alone, with lazy error (rank 16, three pair
 the epilogue only, as published, with eight micro-batches of 2,048 tokens (one seed). Every 250 steps the authors'
 diagnostic at the middle boundary: the means of the error that is carried over and of the difference of activations
 between two micro-batches, over their roots of mean squares, and the cosine between the two. All runs with as many
-micro-batches are trained at once (lazy_steps.py). Rows are appended to OUT/long.jsonl at their end; what is there is not
-run again. OUT/part.jsonl has what a stack had found when it was ended from outside.
+micro-batches are trained at once (lazy_steps.py). Rows are appended to OUT/long.jsonl at their end; what is there is
+not run again. OUT/part.jsonl has what a stack had found when it was ended from outside.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ Weights = dict[str, Tensor]  # by name of Model's parameters, each [runs, ...]
 
 @dataclass(frozen=True)
 class Coding:
-    """Gradients of activations of one run. rank: 0: exact. lazy: is what a message left out added to the next? epilogue:
-    only the last micro-batches, as many as there are stages after the boundary."""
+    """Gradients of activations of one run. rank: 0: exact. lazy: is what a message left out added to the next?
+    epilogue: only the last micro-batches, as many as there are stages after the boundary."""
 
     rank: int = 0
     lazy: bool = False
@@ -60,13 +60,15 @@ class Group:
 
 
 def orthonormal(factor: Tensor) -> Tensor:
-    """As the library's by_cholesky; the triangle is inverted, since cuBLAS solves thousands of rows slowly."""
+    """As the library's by_cholesky; the triangle is inverted, since cuBLAS solves thousands of rows slowly. One matrix
+    after another, as cuSOLVER is known to be captured."""
     wide = factor.double()
     wide = wide / torch.linalg.vector_norm(wide, dim=-2, keepdim=True).clamp(min=1e-150)
     gram = wide.mT @ wide
     gram.diagonal(dim1=-2, dim2=-1).add_(1e-14)
     one = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device).expand_as(gram)
-    inverse = torch.linalg.solve_triangular(torch.linalg.cholesky_ex(gram).L, one, upper=False)
+    lower = torch.cat([torch.linalg.cholesky_ex(matrix).L for matrix in gram.split(1)])
+    inverse = torch.linalg.solve_triangular(lower, one, upper=False)
     return (wide @ inverse.mT).to(factor.dtype)
 
 

@@ -224,10 +224,9 @@ def places(args: argparse.Namespace, out: Path, began: float) -> dict[str, Place
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:  # its threads end with it
         folders = [pool.submit(as_folder, m, str(Path(m).parent), print) if is_gguf(m) else None for m in models]
         models = [m if folder is None else folder.result() for m, folder in zip(models, folders)]
+    ends, kept = (began + args.budget, began + args.budget + args.grace), str(out / "progress.jsonl")
     found = {
-        task: Place(model, one, args.device, began + args.budget, began + args.budget + args.grace,
-                    str(out / "progress.jsonl"))  # fmt: skip
-        for task, model, one in zip(tasks, models, data, strict=True)
+        task: Place(model, one, args.device, *ends, kept) for task, model, one in zip(tasks, models, data, strict=True)
     }
     read_data(found)
     return found

@@ -82,9 +82,20 @@ def test_tables_of_papers_are_made_by_their_commands(tmp_path: Path) -> None:
     assert 5 * ours["forward"] < exact["forward"] and 9 * ours["backward"] < exact["backward"]
     ends = made("quality/aqsgd.py", "--tasks", "wikitext-dp2")  # replicas too
     assert "| end to end, published | 2 |" in ends and "| end to end, ours | 2 |" in ends
+    assert "| end to end, published | 2 | fp32's least + 0.5 % |" in ends
     again = made("quality/aqsgd.py", "--tasks", "sst2,wikitext")
     assert "rate 0.003, seed" not in again and again.count("| ours 3/3 | 2 |") == 2
-    assert "| rank 16 | lazy | 2 |" in made("card/lazy_long.py") and "cosine" in made("card/lazy_long.py", "--table")
+    assert "| rank 16 | lazy | 2 |" in made("card/lazy_long.py")
+    assert "cosine" in made("card/lazy_long.py", "--table", "--figure", str(tmp_path / "lazy.png"))
+    assert (tmp_path / "lazy.png").stat().st_size > 5_000
+    drawn = [
+        sys.executable,
+        str(BENCHMARKS / "aqsgd_figure.py"),
+        str(tmp_path / "runs.jsonl"),
+        str(tmp_path / "aq.png"),
+    ]
+    subprocess.run(drawn, check=True, timeout=120)
+    assert (tmp_path / "aq.png").stat().st_size > 5_000
 
 
 def test_verdicts_are_of_the_whole_interval(monkeypatch: pytest.MonkeyPatch) -> None:

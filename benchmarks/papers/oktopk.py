@@ -67,15 +67,16 @@ def plan(options: argparse.Namespace) -> list[Run]:
     claimed = {task: CORE if TASKS[task].warmup == 0 else (*CORE, WARM) for task in TASKS}
     rest = [method for method in METHODS if method not in (*CORE, WARM, *LOW_RANK)]
     published = ("dense", WARM, "Ok-Topk 2 %")  # with 16 workers this is the authors' setting for VGG
-    runs = [*full("vgg", (0, 1, 2), claimed["vgg"]), *lengths("vgg", slice(2)), *full("vgg", (0,), (WARM_1,))]
-    runs += [*full("vgg", (0,), published[:2], 16), *lengths("vgg", slice(2, 3)), *full("vgg", (0,), rest)]
+    runs = [*full("vgg", (0, 1, 2), claimed["vgg"]), *lengths("vgg", slice(1)), *full("vgg", (0,), (WARM_1,))]
+    runs += [Run("vgg", method, 0, 4, LENGTHS["vgg"][0]) for method in rest]
+    runs += [*lengths("vgg", slice(1, 2)), *full("vgg", (0,), published[:2], 16), *lengths("vgg", slice(2, 3))]
     runs += [*full("llama", (0,), CORE), *lengths("llama", slice(2))]
     runs += [Run("llama", method, 0, 4, LENGTHS["llama"][0]) for method in LOW_RANK]
     runs += [*full("llama", (1, 2), CORE), *full("llama", (0,), (*rest, *LOW_RANK)), *full("vgg", (0,), published, 16)]
     runs += [*full("an4", (0,), claimed["an4"])]
     runs += [run for rate in (1, 3, 0.3) for run in full("an4-sgd", (0,), published, rate=rate)]
     runs += [*full("an4", (1, 2), claimed["an4"]), *full("an4", (0,), rest), *lengths("an4", slice(2))]
-    runs += [*full("vgg", (1, 2), rest), *full("llama", (1, 2), rest), *lengths("llama", slice(2, 3))]
+    runs += [*full("vgg", (0, 1, 2), rest), *full("llama", (1, 2), rest), *lengths("llama", slice(2, 3))]
     runs += [*full("vgg", (0,), CORE, rate=0.5), *full("llama", (0,), CORE, rate=0.5), *lengths("an4", slice(2, 3))]
     runs += [*full("an4-small", (0, 1, 2), claimed["an4-small"]), *lengths("an4-small", slice(2))]
     return [

@@ -70,8 +70,9 @@ def plan(options: argparse.Namespace) -> list[Run]:
     runs = [*full("vgg", (0, 1, 2), claimed["vgg"]), *lengths("vgg", slice(1)), *full("vgg", (0,), (WARM_1,))]
     runs += [Run("vgg", method, 0, 4, LENGTHS["vgg"][0]) for method in rest]
     runs += [*lengths("vgg", slice(1, 2)), *full("vgg", (0,), published[:2], 16), *lengths("vgg", slice(2, 3))]
-    runs += [*full("llama", (0,), CORE), *lengths("llama", slice(2))]
-    runs += [Run("llama", method, 0, 4, LENGTHS["llama"][0]) for method in LOW_RANK]
+    runs += full("llama", (0,), CORE)
+    runs += [Run("llama", method, 0, 4, LENGTHS["llama"][0]) for method in ("dense", *LOW_RANK)]
+    runs += lengths("llama", slice(2))
     runs += [*full("llama", (1, 2), CORE), *full("llama", (0,), (*rest, *LOW_RANK)), *full("vgg", (0,), published, 16)]
     runs += [*full("an4", (0,), claimed["an4"])]
     runs += [run for rate in (1, 3, 0.3) for run in full("an4-sgd", (0,), published, rate=rate)]

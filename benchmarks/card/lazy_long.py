@@ -160,6 +160,8 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
     from matplotlib import pyplot
 
     figure, (prices, cosines) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    longest = sorted(rows, key=lambda row: row["steps"])
+    rows = [*{(row["codec"], row["kind"], row["seed"]): row for row in longest}.values()]
     exact = {row["seed"]: dict(map(tuple, row["held_out"])) for row in rows if row["kind"] == "exact"}
     for codec, kind in dict.fromkeys((row["codec"], row["kind"]) for row in rows if row["kind"] != "exact"):
         own = [row for row in rows if (row["codec"], row["kind"]) == (codec, kind) and row["seed"] in exact]

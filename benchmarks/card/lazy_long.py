@@ -165,8 +165,9 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
     exact = {row["seed"]: dict(map(tuple, row["held_out"])) for row in rows if row["kind"] == "exact"}
     for codec, kind in dict.fromkeys((row["codec"], row["kind"]) for row in rows if row["kind"] != "exact"):
         own = [row for row in rows if (row["codec"], row["kind"]) == (codec, kind) and row["seed"] in exact]
-        steps = [at for at, _ in own[0]["held_out"]]
-        curves = [[100 * (loss / exact[row["seed"]][at] - 1) for at, loss in row["held_out"]] for row in own]
+        steps = [at for at, _ in own[0]["held_out"] if at in exact[own[0]["seed"]]]  # a run that was cut off has others
+        losses = [dict(map(tuple, row["held_out"])) for row in own]
+        curves = [[100 * (at[n] / exact[row["seed"]][n] - 1) for n in steps] for row, at in zip(own, losses)]
         style = "--" if kind.endswith("lazy") else ":" if kind.startswith("epilogue") else "-"
         name = f"{codec}, {kind}" + (f" ({len(own)} seeds)" if len(own) > 1 else "")
         line = prices.plot(steps, [statistics.fmean(at) for at in zip(*curves)], style, label=name)[0]

@@ -179,7 +179,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
     cosines.set(xlabel="step", ylabel="cosine", title="Error carried over, and change of activations")
     for axis in (prices, cosines):
         axis.axhline(0, color="black", linewidth=0.8)
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.15), ncols=2)
     figure.savefig(path, dpi=110)
 
 

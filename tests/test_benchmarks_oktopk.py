@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -154,3 +155,42 @@ def test_rows_have_the_collectives_bits(bench):
         assert sum(members.sent()) == sum(rows.sent()), name
         seen.append(name)
     assert seen == ["dense", "4 bits", "gTopk 1 %", "EF21 top 1 %", "DIANA 4 bits", "Rand-DIANA 4 bits"]
+
+
+def test_what_is_packed_is_read(bench, tmp_path, monkeypatch):
+    """oktopk_data.py on folders as the real ones are: pictures, speech, code."""
+    from PIL import Image
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    import oktopk_data
+
+    for part, count in (("train", 3), ("test", 2)):
+        for label, name in enumerate(("bird", "cat")):
+            folder = tmp_path / "cifar" / part / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (32, 32), (40 * i, 200 * label, 0)).save(folder / f"{i}.jpg")
+    for folder in ("an4/etc", "an4/feat", "code"):
+        (tmp_path / folder).mkdir(parents=True)
+    for part in ("train", "test"):
+        (tmp_path / "an4/etc" / f"an4_{part}.fileids").write_text(f"{part}1\n{part}2\n")
+        (tmp_path / "an4/etc" / f"an4_{part}.transcription").write_text(f"<s> GO </s> ({part}1)\nYES NO ({part}2)\n")
+        for i in (1, 2):
+            np.concatenate([[0.0], np.arange(13.0 * 5 * i) ** 2]).astype(">f4").tofile(
+                tmp_path / "an4/feat" / f"{part}{i}.mfc"
+            )
+    for i in range(40):
+        (tmp_path / "code" / f"m{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 80)
+    given = {"--cifar": "cifar", "--an4": "an4", "--code": "code", "--out": "packed"}
+    words = [word for option, folder in given.items() for word in (option, str(tmp_path / folder))]
+    monkeypatch.setattr(sys, "argv", ["oktopk_data.py", *words])
+    oktopk_data.main()
+
+    pictures, labels = oktopk_data.read(tmp_path / "packed", "vgg")["train"]
+    assert pictures.shape == (6, 3, 32, 32) and labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert pictures[5, :, 9, 9].tolist() == pytest.approx([80, 200, 0], abs=8)  # as JPEG keeps it
+    speech = oktopk_data.read(tmp_path / "packed", "an4")["train"]
+    assert [said for _, said in speech] == ["GO", "YES NO"] and [len(frames) for frames, _ in speech] == [5, 10]
+    code = oktopk_data.read(tmp_path / "packed", "llama")
+    assert len(code["train"]) > 10 * len(code["held"]) > 1000 and int(code["train"].max()) < oktopk_data.VOCABULARY

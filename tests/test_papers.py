@@ -53,6 +53,18 @@ def test_an_epoch_is_told_in_steps():
         tw.Link(tw.codecs.Quantize(4), tw.memory.Delta(), warmup=3)
 
 
+def test_defaults_that_a_step_does_not_show():
+    """Which stages are coded, who adds what, and the tied embedding: as its paper has it, or as the gradient."""
+    aqsgd, oktopk, optimus = (tw.Wire.of(f"paper-{name}") for name in ("aqsgd", "oktopk", "optimus"))
+    assert optimus.gradient.stages == 0.75 and oktopk.gradient.collective.tau == 64
+    assert [wire.embedding.sync for wire in (aqsgd, oktopk, optimus)] == ["fused"] * 3
+    for wire in (aqsgd, oktopk):
+        assert (wire.embedding.collective, wire.embedding.memory) == (wire.gradient.collective, wire.gradient.memory)
+    assert aqsgd.embedding.warmup == "epoch" == aqsgd.gradient.warmup
+    assert optimus.embedding.collective == tw.collectives.Dense()
+    assert not (optimus.forward or oktopk.forward or oktopk.backward)
+
+
 @pytest.mark.parametrize(("given", "expected"), [({}, 11), ({"freeze_after": 3}, 3)])
 def test_frozen_adam_freezes_after_the_first_epoch(given, expected):
     """By a key of its own: not when the rate has warmed up."""

@@ -1,34 +1,32 @@
 """Optimus-CC's lazy error over a whole pre-training: thousands of steps, micro-batches of 8,192 tokens.
 
-    python benchmarks/card/lazy_long.py [--steps 3000] [--parallel 9] [--budget 120] [--quick --device cpu]
+    python benchmarks/card/lazy_long.py [--steps 3000] [--only "alone,lazy"] [--budget 400] [--quick --device cpu]
     python benchmarks/card/lazy_long.py --out out/lazy --table --figure docs/figures/lazy-long.png
 
 A byte-level GPT of 6.5 M parameters from scratch on Python's library, four stages, gradients of activations in low rank
 at the three boundaries: not at all, alone, with lazy error (rank 16, three paired seeds; ranks 4 and 64, one); and in
 the epilogue only, as published, with eight micro-batches of 2,048 tokens (one seed). Every 250 steps the authors'
 diagnostic at the middle boundary: the means of the error that is carried over and of the difference of activations
-between two micro-batches, over their roots of mean squares, and the cosine between the two. Rows are appended to
-OUT/long.jsonl as runs end; what is there is not run again. The codec is in lazy_steps.py.
+between two micro-batches, over their roots of mean squares, and the cosine between the two. All runs with as many
+micro-batches are trained at once (lazy_steps.py). Rows are appended to OUT/long.jsonl at their end; what is there is
+not run again. OUT/part.jsonl has what a stack had found when it was ended from outside.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import gpu_ranks
 import torch
-from gpu_pipeline import shared_card
-from gpu_quality import STAGES, Model, Size, held_out_loss, library
-from lazy_steps import Boundary, Steps, Training
+from gpu_quality import Size, library
+from lazy_steps import Coding, Steps, Training, held_out_losses, stacked
 from torch import Tensor
 
 from thinwire.quantities import half_interval
@@ -50,6 +48,11 @@ class Job(NamedTuple):
     def microbatches(self) -> int:
         return MICROBATCHES["epilogue" if self.kind.startswith("epilogue") else "alone"]
 
+    @property
+    def coding(self) -> Coding:
+        rank = int(self.codec.removeprefix("rank ") or 0)
+        return Coding(rank, self.kind.endswith("lazy"), self.kind.startswith("epilogue"))
+
 
 def plan(codecs: Sequence[str], seeds: int) -> list[Job]:
     """The first codec with all seeds, then the others and the epilogue with one."""
@@ -59,54 +62,60 @@ def plan(codecs: Sequence[str], seeds: int) -> list[Job]:
     return jobs + [Job(codec, kind, 0) for codec in codecs[1:] for kind in KINDS[1:3]]
 
 
-def boundaries(job: Job) -> list[Boundary]:
-    """The three of four stages; in the epilogue stage s sends its last STAGES − s micro-batches coded."""
-    if job.kind == "exact":
-        return []
-    count, rank = job.microbatches, int(job.codec.removeprefix("rank "))
-    coded = [
-        range(max(0, count - (STAGES - sender)), count) if job.kind.startswith("epilogue") else range(count)
-        for sender in range(1, STAGES)
-    ]
-    return [Boundary(rank, job.kind.endswith("lazy"), which, seed) for seed, which in enumerate(coded)]
+class Stack:
+    """Runs that are trained at once; their rows so far.
 
-
-def train(job: Job, size: Size, steps: int, device: str, deadlines: tuple[float, float]) -> dict[str, Any] | None:
-    """One run, which ends early where it is too late to go on; None where it is too late to begin.
-
-    deadlines: of time.time(), for both.
+    jobs: with equally many micro-batches, those that are coded alike neighbours.
     """
-    if time.time() > deadlines[0]:
-        return None
-    gpu_ranks.use_reference_without_numba()
-    torch.set_num_threads(1)
-    began = time.perf_counter()
-    every = library(size).to(device)
-    held_out, data = every[:HELD_OUT], every[HELD_OUT:]
-    torch.manual_seed(job.seed)
-    model = Model(size).to(device)
-    rows = TOKENS // size.length if size == SIZE else 8
-    g = torch.Generator().manual_seed(100 + job.seed)
-    order = torch.stack([torch.randint(len(data), (rows,), generator=g) for _ in range(steps)])
-    rates = [RATE * min(1.0, (step + 1) / 100) * max(0.05, 1 - step / steps) for step in range(steps)]
-    made = boundaries(job)
-    training = Training(model, data, Steps(order.to(device), torch.tensor(rates)), job.microbatches, made)
-    losses, diagnostic = [], []
-    for step in range(steps):
-        training.step()
-        late = step % 50 == 0 and time.time() > deadlines[1]
-        if late or (step + 1) % EVERY == 0 or step + 1 == steps:
-            losses.append((step + 1, held_out_loss(model, held_out)))
-            if job.kind == "lazy":
-                diagnostic.append({"step": step + 1, **made[1].diagnostic()})
-        if late:
-            break
-    return {
-        **job._asdict(), "steps": losses[-1][0], "planned": steps, "held_out": losses,
-        "tokens": rows * size.length // job.microbatches,
-        "diagnostic": diagnostic, "parameters": sum(map(Tensor.numel, model.parameters())), "how": training.how,
-        "bytes_of_data": data.numel(), "seconds": time.perf_counter() - began,
-    }  # fmt: skip
+
+    def __init__(self, jobs: Sequence[Job], size: Size, steps: int, device: str) -> None:
+        self.jobs, self.size, self.planned, self.device = jobs, size, steps, device
+        self.losses: list[list[tuple[int, float]]] = [[] for _ in jobs]
+        self.diagnostics: list[list[dict[str, float]]] = [[] for _ in jobs]
+
+    def train(self, part: Path, deadline: float) -> list[dict[str, Any]]:
+        """All rows. part: where they are kept until then. deadline: of time.time(), at which it ends early."""
+        began, size, steps = time.perf_counter(), self.size, self.planned
+        every = library(size).to(self.device)
+        held_out, data = every[:HELD_OUT], every[HELD_OUT:]
+        w = stacked(size, [job.seed for job in self.jobs], data.device)
+        rows = TOKENS // size.length if size == SIZE else 8
+        order = torch.stack([self._order(job.seed, len(data), rows) for job in self.jobs], 1)
+        rates = [RATE * min(1.0, (step + 1) / 100) * max(0.05, 1 - step / steps) for step in range(steps)]
+        given = Steps(order.to(self.device), torch.tensor(rates))
+        microbatches = self.jobs[0].microbatches
+        training = Training(w, size, data, given, microbatches, [job.coding for job in self.jobs])
+        told = {
+            "planned": steps, "tokens": rows * size.length // microbatches, "bytes_of_data": data.numel(),
+            "parameters": sum(map(Tensor.numel, w.values())) // len(self.jobs), "stack": len(self.jobs),
+        }  # fmt: skip
+        for step in range(steps):
+            late = step % 50 == 0 and time.time() > deadline
+            last = late or step + 1 == steps
+            training.step(watched=last or (step + 1) % EVERY == 0)
+            if last or (step + 1) % EVERY == 0:
+                self._read(step + 1, held_out_losses(w, held_out, size), training)
+                told |= {"how": training.how, "seconds": time.perf_counter() - began}
+                part.write_text("".join(json.dumps(row) + "\n" for row in self.rows(told)))
+            if late:
+                break
+        return self.rows(told)
+
+    def rows(self, told: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {**job._asdict(), "steps": losses[-1][0], "held_out": losses, "diagnostic": diagnostic, **told}
+            for job, losses, diagnostic in zip(self.jobs, self.losses, self.diagnostics)
+        ]
+
+    def _order(self, seed: int, samples: int, rows: int) -> Tensor:
+        g = torch.Generator().manual_seed(100 + seed)
+        return torch.stack([torch.randint(samples, (rows,), generator=g) for _ in range(self.planned)])
+
+    def _read(self, step: int, found: list[float], training: Training) -> None:
+        for run, loss in enumerate(found):
+            self.losses[run].append((step, loss))
+            if self.jobs[run].kind == "lazy":
+                self.diagnostics[run].append({"step": step, **training.boundaries[1].diagnostic(run)})
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -151,11 +160,14 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
     from matplotlib import pyplot
 
     figure, (prices, cosines) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    longest = sorted(rows, key=lambda row: row["steps"])
+    rows = [*{(row["codec"], row["kind"], row["seed"]): row for row in longest}.values()]
     exact = {row["seed"]: dict(map(tuple, row["held_out"])) for row in rows if row["kind"] == "exact"}
     for codec, kind in dict.fromkeys((row["codec"], row["kind"]) for row in rows if row["kind"] != "exact"):
         own = [row for row in rows if (row["codec"], row["kind"]) == (codec, kind) and row["seed"] in exact]
-        steps = [at for at, _ in own[0]["held_out"]]
-        curves = [[100 * (loss / exact[row["seed"]][at] - 1) for at, loss in row["held_out"]] for row in own]
+        steps = [at for at, _ in own[0]["held_out"] if at in exact[own[0]["seed"]]]  # a run that was cut off has others
+        losses = [dict(map(tuple, row["held_out"])) for row in own]
+        curves = [[100 * (at[n] / exact[row["seed"]][n] - 1) for n in steps] for row, at in zip(own, losses)]
         style = "--" if kind.endswith("lazy") else ":" if kind.startswith("epilogue") else "-"
         name = f"{codec}, {kind}" + (f" ({len(own)} seeds)" if len(own) > 1 else "")
         line = prices.plot(steps, [statistics.fmean(at) for at in zip(*curves)], style, label=name)[0]
@@ -167,7 +179,7 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
     cosines.set(xlabel="step", ylabel="cosine", title="Error carried over, and change of activations")
     for axis in (prices, cosines):
         axis.axhline(0, color="black", linewidth=0.8)
-        axis.legend(frameon=False, fontsize=8)
+        axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.15), ncols=2)
     figure.savefig(path, dpi=110)
 
 
@@ -178,20 +190,21 @@ def read(path: Path) -> list[dict[str, Any]]:
 def run_all(args: argparse.Namespace, path: Path, began: float) -> None:
     size, steps, seeds = (QUICK, 4, 2) if args.quick else (SIZE, args.steps, args.seeds)
     done = {(row["codec"], row["kind"], row["seed"], row["steps"]) for row in read(path)}
-    rest = [job for job in plan(args.codecs.split(","), seeds) if (*job, steps) not in done]
-    context = multiprocessing.get_context("spawn")
-    card = shared_card(args.device) if args.device == "cuda" else nullcontext()
-    deadlines = began + args.budget, began + args.budget + args.grace
-    with card, ProcessPoolExecutor(args.parallel, mp_context=context) as pool:
-        made = [pool.submit(train, job, size, steps, args.device, deadlines) for job in rest]
-        for future in as_completed(made):
-            if future.exception() is not None:
-                print(f"a run failed: {future.exception()!r}", flush=True)
-            elif (row := future.result()) is not None:
-                with path.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-                said = row["codec"], row["kind"], row["seed"], row["held_out"][-1], row["how"]
-                print(*said, f"{row['seconds']:.1f} s", flush=True)
+    kinds = args.only.split(",") if args.only else KINDS
+    rest = [job for job in plan(args.codecs.split(","), seeds) if (*job, steps) not in done and job.kind in kinds]
+    rest.sort(key=lambda job: (job.microbatches, KINDS.index(job.kind), job.codec))
+    gpu_ranks.use_reference_without_numba()
+    torch.set_num_threads(1)
+    for _, same in groupby(rest, key=lambda job: job.microbatches):
+        if time.time() > began + args.budget:
+            break
+        stack, part = Stack(list(same), size, steps, args.device), path.with_name("part.jsonl")
+        rows = stack.train(part, began + args.budget)
+        with path.open("a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        part.unlink()
+        for row in rows:
+            print(row["codec"], row["kind"], row["seed"], row["held_out"][-1], row["how"], f"{row['seconds']:.1f} s")
     print(f"{time.time() - began:.0f} s")
 
 
@@ -202,9 +215,8 @@ def main() -> None:
     parser.add_argument("--codecs", default="rank 16,rank 4,rank 64", help="the first has all seeds and the epilogue")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--parallel", type=int, default=9)
-    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
-    parser.add_argument("--grace", type=float, default=1e9, help="seconds after those, when runs are given up")
+    parser.add_argument("--only", default="", help=f"these kinds of {', '.join(KINDS)}")
+    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which runs end early")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--figure", metavar="PATH", help="draw what is there; runs nothing")
     parser.add_argument("--quick", action="store_true")

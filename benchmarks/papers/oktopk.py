@@ -33,13 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from oktopk_data import made_up, read
-from oktopk_methods import CORE, LOW_RANK, METHODS, WARM
+from oktopk_methods import CORE, LOW_RANK, METHODS, WARM, WARM_1
 from oktopk_tasks import TASKS
 from oktopk_train import Run, train
 
 SPAWN = multiprocessing.get_context("spawn")
 LENGTHS = {
-    "vgg": (5, 10, 40, 80),
+    "vgg": (5, 10, 40),
     "llama": (0.2, 0.6, 6),
     "an4": (10, 20, 80),
     "an4-sgd": (),
@@ -61,23 +61,27 @@ def plan(options: argparse.Namespace) -> list[Run]:
         return [Run(task, method, seed, workers, epochs, rate) for seed in seeds for method in methods]
 
     def lengths(task: str, which: slice) -> list[Run]:
-        return [Run(task, m, 0, 4, epochs) for epochs in LENGTHS[task][which] for m in claimed[task]]
+        methods = ("dense", WARM, WARM_1) if task == "vgg" else claimed[task]
+        return [Run(task, m, 0, 4, epochs) for epochs in LENGTHS[task][which] for m in methods]
 
     claimed = {task: CORE if TASKS[task].warmup == 0 else (*CORE, WARM) for task in TASKS}
     rest = [method for method in METHODS if method not in (*CORE, WARM, *LOW_RANK)]
     published = ("dense", WARM, "Ok-Topk 2 %")  # with 16 workers this is the authors' setting for VGG
-    runs = [*full("vgg", (0, 1, 2), claimed["vgg"]), *full("llama", (0,), CORE), *lengths("vgg", slice(2))]
-    runs += [*full("vgg", (0,), published, 16), *full("vgg", (0,), rest), *full("llama", (1, 2), CORE)]
-    runs += [*lengths("llama", slice(2)), *lengths("vgg", slice(2, 3)), *full("llama", (0,), (*rest, *LOW_RANK))]
-    runs += [*full("vgg", (1, 2), published, 16), *lengths("vgg", slice(3, 4))]
+    runs = [*full("vgg", (0, 1, 2), claimed["vgg"]), *lengths("vgg", slice(1)), *full("vgg", (0,), (WARM_1,))]
+    runs += [Run("vgg", method, 0, 4, LENGTHS["vgg"][0]) for method in rest]
+    runs += [*lengths("vgg", slice(1, 2)), *full("vgg", (0,), published[:2], 16), *lengths("vgg", slice(2, 3))]
+    runs += full("llama", (0,), CORE)
+    runs += [Run("llama", method, 0, 4, LENGTHS["llama"][0]) for method in ("dense", *LOW_RANK)]
+    runs += lengths("llama", slice(2))
+    runs += [*full("llama", (1, 2), CORE), *full("llama", (0,), (*rest, *LOW_RANK)), *full("vgg", (0,), published, 16)]
     runs += [*full("an4", (0,), claimed["an4"])]
     runs += [run for rate in (1, 3, 0.3) for run in full("an4-sgd", (0,), published, rate=rate)]
     runs += [*full("an4", (1, 2), claimed["an4"]), *full("an4", (0,), rest), *lengths("an4", slice(2))]
-    runs += [*full("vgg", (1, 2), rest), *full("llama", (1, 2), rest), *lengths("llama", slice(2, 3))]
+    runs += [*full("vgg", (0, 1, 2), rest), *full("llama", (1, 2), rest), *lengths("llama", slice(2, 3))]
     runs += [*full("vgg", (0,), CORE, rate=0.5), *full("llama", (0,), CORE, rate=0.5), *lengths("an4", slice(2, 3))]
     runs += [*full("an4-small", (0, 1, 2), claimed["an4-small"]), *lengths("an4-small", slice(2))]
     return [
-        run for run in runs
+        run for run in dict.fromkeys(runs)
         if run.task in options.tasks and run.method in options.methods and run.seed in options.seeds
     ]  # fmt: skip
 

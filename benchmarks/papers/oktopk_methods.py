@@ -74,6 +74,7 @@ METHODS = {
         Method("DIANA 4 bits", stochastic, Diana, exact_dims=1),
         Method("Rand-DIANA 4 bits", stochastic, lambda: RandDiana(REFRESH), exact_dims=1),
         Method("Ok-Topk 2 % warm", published(0.02), warm=True),
+        Method("Ok-Topk 1 % warm", published(0.01), warm=True),
         Method("Ok-Topk 1 % predicted", lambda: OkTopk(0.01, tau_prime=TAU_PRIME)),
         low_rank("rank 4", 4),
         low_rank("rank 16", 16),
@@ -85,3 +86,4 @@ METHODS = {
 CORE = ("dense", "Ok-Topk 1 %", "Ok-Topk 2 %", "4 bits")  # on which claims are made
 LOW_RANK = tuple(name for name in METHODS if name.startswith("rank "))
 WARM = "Ok-Topk 2 % warm"  # as the authors have it, where the task has exact steps at the start
+WARM_1 = "Ok-Topk 1 % warm"

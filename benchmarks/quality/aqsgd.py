@@ -56,6 +56,7 @@ class Place(NamedTuple):
     device: str
     deadline: float  # of time.time(), after which nothing begins,
     end: float = float("inf")  # and nothing goes on
+    progress: str = ""  # a file for evaluations of runs under way
 
 
 CHECKED: dict[str, Checked] = {}  # by task: read before the workers are forked
@@ -72,24 +73,38 @@ def train(job: Job, place: Place) -> dict[str, Any] | None:
     if place.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     run = OneProcess(given, CHECKED[job.task])
-    evals, sent = [run.evaluate()], [run.sent()]
+    evals, sent, every = [run.evaluate()], [run.sent()], TASKS[job.task].every
+    curve = [(0, evals[0]["held_out"])]
     while run.step < run.steps:
         if time.time() > place.end:
             return None
         loss, _ = run.train_step()
-        if run.step % run.epoch == 0 or run.step == run.steps:
-            evals.append(run.evaluate())
-            sent.append(run.sent())
-    found = {
+        ended = run.step % run.epoch == 0 or run.step == run.steps
+        if ended or (every and run.step % every == 0):
+            found = run.evaluate()
+            curve.append((run.step, found["held_out"]))
+            if place.progress:
+                keep_point(place.progress, {**job._asdict(), "curve": curve, "bytes": [*sent, run.sent()]})
+            if ended:
+                evals.append(found)
+                sent.append(run.sent())
+    row = {
         **job._asdict(), "steps": run.steps, "epoch": run.epoch, "last_loss": loss, "bytes": sent,
         **{key: [one[key] for one in evals] for key in evals[0]}, "seconds": time.perf_counter() - began,
+        **({"curve": curve} if every else {}),
         "microbatches": given.mesh.microbatches, "samples": len(run.samples.train),
         "held_out_samples": len(run.samples.held_out),
         "peak": torch.cuda.max_memory_allocated() if place.device == "cuda" else 0,
     }  # fmt: skip
     del run
     gc.collect()
-    return found
+    return row
+
+
+def keep_point(file: str, row: dict[str, Any]) -> None:
+    """What a run has found so far, should it be ended from outside; several write there."""
+    with open(file, "a") as out:
+        out.write(json.dumps(row) + "\n")
 
 
 def warm(names: list[str], width: int, device: str) -> None:
@@ -123,9 +138,9 @@ class Schedule:
         for task in self.tasks:
             rates = QUICK["rates"] if self.quick else TASKS[task].rates
             sweep = [Job(task, "fp32", 0, rate) for rate in rates]
-            jobs += sweep
-            if all(job in self.found for job in sweep):
-                best = min(sweep, key=lambda job: self.found[job]["held_out"][-1])
+            jobs += sweep if len(sweep) > 1 else []  # one rate is chosen already
+            if len(sweep) == 1 or all(job in self.found for job in sweep):
+                best = min(sweep, key=lambda job: self.found[job]["held_out"][-1]) if len(sweep) > 1 else sweep[0]
                 seeds = QUICK["seeds"] if self.quick else TASKS[task].seeds
                 jobs += [Job(task, wire, seed, best.rate) for seed in range(seeds) for wire in self.wires(task, seed)]
         jobs.sort(key=lambda job: job.seed > 0 and job.wire not in (*THREE, *ENDS))  # these have all seeds first
@@ -135,7 +150,7 @@ class Schedule:
 
 
 def run_all(args: argparse.Namespace, places: dict[str, Place], path: Path) -> None:
-    schedule = Schedule(read(path), list(places), args.quick, [one for one in args.only.split(",") if one])
+    schedule = Schedule(read(path), list(places), args.quick, wires(args.only))
     card = shared_card(args.device) if args.device == "cuda" else nullcontext()
     with card, workers(args, places) as pool:
         waiting: set[Future[Any]] = {pool.submit(train, job, places[job.task]) for job in schedule.next()}
@@ -165,6 +180,10 @@ def workers(args: argparse.Namespace, places: dict[str, Place]) -> ProcessPoolEx
             anew = multiprocessing.get_context("spawn")
             return ProcessPoolExecutor(args.parallel, mp_context=anew, initializer=read_data, initargs=(places,))
     return ProcessPoolExecutor(args.parallel, mp_context=fork)
+
+
+def wires(text: str) -> list[str]:
+    return [one.strip() for one in text.split(";" if ";" in text else ",") if one.strip()]
 
 
 def touch(device: str) -> None:
@@ -205,9 +224,9 @@ def places(args: argparse.Namespace, out: Path, began: float) -> dict[str, Place
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:  # its threads end with it
         folders = [pool.submit(as_folder, m, str(Path(m).parent), print) if is_gguf(m) else None for m in models]
         models = [m if folder is None else folder.result() for m, folder in zip(models, folders)]
+    ends, kept = (began + args.budget, began + args.budget + args.grace), str(out / "progress.jsonl")
     found = {
-        task: Place(model, one, args.device, began + args.budget, began + args.budget + args.grace)
-        for task, model, one in zip(tasks, models, data, strict=True)
+        task: Place(model, one, args.device, *ends, kept) for task, model, one in zip(tasks, models, data, strict=True)
     }
     read_data(found)
     return found
@@ -222,7 +241,7 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1, help="runs at the same time")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no run begins")
     parser.add_argument("--grace", type=float, default=1e9, help="seconds after those, when runs are given up")
-    parser.add_argument("--only", default="", help="these wires; rates are tried anyway")
+    parser.add_argument("--only", default="", help="these wires, between commas or semicolons; rates are tried anyway")
     parser.add_argument("--out", default="out/aqsgd")
     parser.add_argument("--table", action="store_true", help="only print the tables")
     parser.add_argument("--quick", action="store_true")

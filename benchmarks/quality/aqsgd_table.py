@@ -27,7 +27,10 @@ def tables(rows: Rows) -> str:
     for row in rows:
         by_task[row["task"]].append(row)
     return "\n\n".join(
-        part for task, own in by_task.items() for part in (f"### {task}", _rates(own), _wires(own), _times(own)) if part
+        part
+        for task, own in by_task.items()
+        for part in (f"### {task}", _rates(own), _wires(own), _times(own), _to_same_loss(own))
+        if part
     )
 
 
@@ -69,7 +72,7 @@ def _wires(rows: Rows) -> str:
 
 def best_rate(rows: Rows) -> float:
     """fp32's of seed 0."""
-    tried = [row for row in rows if row["wire"] == "fp32" and row["seed"] == 0]
+    tried = [row for row in rows if row["wire"] == "fp32" and row["seed"] == 0] or rows
     return float(min(tried, key=lambda row: row["held_out"][-1])["rate"])
 
 
@@ -122,6 +125,41 @@ def _times(rows: Rows) -> str:
         whole = [sum(count * one for count, one in zip(steps, pair)) for pair in each.values()]
         lines.append([wire, *(f"{pair[1]:.2f}" for pair in each.values()), *(f"{total:.0f}" for total in whole)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _to_same_loss(rows: Rows) -> str:
+    """Where losses were taken often enough: steps and simulated seconds to fp32's least loss and 0.5 % more, and to the
+    loss that fp32 ends with, by rate; means of the seeds that fp32 and the wire share. "never": not in every seed."""
+    best = best_rate(rows)
+    rows = [row for row in rows if "curve" in row and row["rate"] == best]
+    plain = {row["seed"]: row for row in rows if row["wire"] == "fp32"}
+    lines = [["wire", "seeds", "goal", "steps", *RATES]]
+    lines.append(["---"] * len(lines[0]))
+    goals = {
+        "fp32's least + 0.5 %": lambda row: 1.005 * min(loss for _, loss in row["curve"]),
+        "fp32's last": lambda row: row["curve"][-1][1],
+    }
+    for wire in WIRES:
+        own = [row for row in rows if row["wire"] == wire and row["seed"] in plain]
+        for goal, of in goals.items() if own else ():
+            steps = [step for row in own if (step := _first(row, of(plain[row["seed"]]))) is not None]
+            cells = ["never"] * (1 + len(RATES))
+            if len(steps) == len(own):
+                took = [[until(row, step, rate) for row, step in zip(own, steps)] for rate in RATES.values()]
+                cells = [f"{statistics.fmean(each):.0f}" for each in (steps, *took)]
+            lines.append([wire, str(len(own)), goal, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if plain else ""
+
+
+def _first(row: dict[str, Any], goal: float) -> int | None:
+    """The first evaluation with at most that loss."""
+    return next((int(step) for step, loss in row["curve"] if loss <= goal), None)
+
+
+def until(row: dict[str, Any], step: int, rate: float) -> float:
+    """Simulated seconds to that step."""
+    first, later = (seconds(per_step(row, one), rate, TASKS[row["task"]].dp) for one in (False, True))
+    return min(step, row["epoch"]) * first + max(0, step - row["epoch"]) * later
 
 
 def interval(values: Sequence[float]) -> str:

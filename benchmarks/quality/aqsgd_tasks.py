@@ -50,7 +50,7 @@ class Task:
     data, optim, run: sections of run.toml. kind: of `[task]`. batch: sequences per step. length: tokens of a sample.
     rates: tried for fp32 with seed 0; the best is everybody's. seeds: paired. wires: by name, all with seed 0.
     claimed: those that have the other seeds too. microbatches: of a step; they change rounding only, and fewer of them
-    take a card less time. dp: replicas.
+    take a card less time. dp: replicas. every: steps between evaluations within an epoch; 0: none.
     """
 
     kind: str
@@ -63,6 +63,7 @@ class Task:
     run: Mapping[str, Any]
     microbatches: int = 2
     dp: int = 1
+    every: int = 0
 
 
 SENTENCES = {"columns": ["sentence"], "held_out": 0.2}
@@ -84,7 +85,7 @@ TASKS = {
     ),
     "wikitext-dp2": Task(  # activations, their gradients, replicas: the rate is the one that wikitext's sweep found
         "causal", {"seq_len": 256, "held_out": 0.1}, {"batch": 16, "epochs": 3, "warmup": 10}, (1e-4,), 3,
-        ("fp32", *ENDS, "Optimus-CC", "bf16"), ("fp32", *ENDS), {"autocast": "bf16"}, 1, 2,
+        (*ENDS, "fp32", "Optimus-CC", "bf16"), (*ENDS, "fp32"), {"autocast": "bf16"}, 1, 2, 17,
     ),
 }  # fmt: skip
 WORDS = ["plain", "thin", "dense", "warm", "cold", "sparse", "exact", "late", "early", "wide"]

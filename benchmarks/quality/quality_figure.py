@@ -31,7 +31,7 @@ LOOKS = {
 TICKS = (-10, -3, -1, 0, 1, 3, 10, 30)  # % of dense's loss
 FEW_TICKS = (-10, -1, 0, 1, 10, 100)  # where the panel reaches further
 ROW = re.compile(
-    r"\| (?P<method>[^|†(]+?)†?(?: \(seeds: \d\))? \|[^|]*\|[^|]*\| (?P<mean>[-−+\d.]+) ± (?P<half>[\d.]+|\?) "
+    r"\| (?P<method>[^|†‡(]+?)[†‡]?(?: \(seeds: \d\))? \|[^|]*\|[^|]*\| (?P<mean>[-−+\d.]+) ± (?P<half>[\d.]+|\?) "
     r"\|[^|]*\| (?P<ratio>[\d.]+) \|"
 )
 

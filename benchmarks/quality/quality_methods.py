@@ -41,7 +41,7 @@ class Half(Collective):
 class Method:
     """`collective` with `memory` for the gradient, or for FrozenAdam's momentum; or torch's PowerSGD hook of a rank.
 
-    `warm`: the share of the steps that are exact, at the start.
+    `warm`: the share of the steps that are exact, at the start. `exclude`: parameters that stay exact.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Method:
     warm: float = 0.0
     power: int = 0
     frozen: bool = False
+    exclude: tuple[str, ...] = ()
 
     def warmup(self, steps: int) -> int:
         """Exact steps at the start; torch's hook insists on two."""
@@ -61,7 +62,9 @@ class Method:
 
     def reduction(self, steps: int) -> Reduction:
         assert self.collective is not None
-        return Reduction(self.collective(), self.memory(), warmup=self.warmup(steps), unit_mb=UNIT_MB)
+        return Reduction(
+            self.collective(), self.memory(), warmup=self.warmup(steps), unit_mb=UNIT_MB, exclude=self.exclude
+        )
 
 
 def _ok_topk(density: float, warm: float, values: str = "fp32") -> Method:
@@ -95,6 +98,11 @@ def _all() -> list[Method]:
         *(_ok_topk(density, warm) for density in DENSITIES for warm in (0.0, WARM)),
         *(_ok_topk(density, WARM, "int8") for density in (0.02, 0.05, 0.1)),
         *(Method(f"LowRank {r}", "LowRank", lambda r=r: LowRank(r)) for r in (1, 2, 4, 8)),
+        *(  # of the Llama class: embedding and head exact, as Optimus-CC has them
+            Method(f"LowRank {r} of {what}", "LowRank", lambda r=r: LowRank(r), exclude=("embed*", "out*", *more))
+            for r in (4, 16)
+            for what, more in (("layers", ()), ("half the layers", ("blocks.1.*",)))
+        ),
         *(Method(f"LowRank {r} warm", "LowRank warm", lambda r=r: LowRank(r), warm=WARM) for r in (1, 4)),
         *(Method(f"torch PowerSGD {r}", "torch PowerSGD", power=r) for r in (1, 4)),
         *(Method(f"Quantized {b}", "Quantized", lambda b=b: Quantized(b)) for b in (2, 4, 8)),

@@ -24,7 +24,7 @@ from thinwire.collectives.messages import Swap
 from thinwire.config.wire import Wire
 from thinwire.data_parallel.reducer import Reducer
 
-LIMIT = 180.0  # seconds, for one run
+LIMIT = 900.0  # seconds, for one run: four ranks may share two busy cores
 RAMP, FLOOR = 0.05, 0.1  # of the steps the rate rises; what a cosine leaves of it at the end
 
 

@@ -208,6 +208,7 @@ def compare_all(
 def measure(options: argparse.Namespace, write: Callable[[dict], None], done: set, until: float) -> None:
     every = [way for way in ways() if not options.only or any(text in way.kernel for text in options.only)]
     every = [way for way in every if not options.few or is_few(way)]
+    every = [way for way in every if not options.own or way.how in ("own", "torch's")]
     names = {(way.kernel, way.how, str(way.dtype)[6:]) for way in every}
     keys = [(way.kernel, way.how, str(way.dtype)[6:]) for way in ways()]
     left = [i for i, key in enumerate(keys) if key in names and ("equal", *key) not in done]
@@ -247,6 +248,7 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, default=14)
     parser.add_argument("--only", nargs="*", default=[], help="kernels whose name holds one of these")
     parser.add_argument("--few", action="store_true", help="the library's own way of each, and those still in question")
+    parser.add_argument("--own", action="store_true", help="the library's own way of each, and torch's")
     parser.add_argument("--compare-only", action="store_true", help="compile and compare, time nothing")
     parser.add_argument("--no-compare", action="store_true", help="time what was compared before")
     parser.add_argument("--no-host", action="store_true", help="leave out what calls cost the host")

@@ -22,12 +22,13 @@ from thinwire.kernels.gpu import launch as launching
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch
 from thinwire.kernels.gpu.radix import LOOKING, histogram, kth_bits, unless
-from thinwire.kernels.gpu.scalar import MAGNITUDE, bits_of, narrow, widen
+from thinwire.kernels.gpu.scalar import INTERPRETED, MAGNITUDE, bits_of, narrow, widen
 
 __all__ = ["histogram", "kth_magnitude", "scatter_add", "select", "select_into", "top"]
 
 SIZE, MARK_WARPS = 8192, 8  # values a program marks
 ADD, ADD_WARPS = 256, 4  # entries a program adds
+TINY = tl.constexpr(7.888609052210118e-31)  # 2^-100: denormals lie below its last bit, and no difference from it is one
 TILE, PLACE_WARPS = 16384, 1  # values whose entries a program places; SIZE divides TILE
 LARGE, FEW = 1 << 22, 32  # from so many values on, k of them at most one in so many: by way of a sample,
 EVERY, RUN = 64, 256  # one in so many, in runs of so many,
@@ -160,13 +161,42 @@ def _place_tile(
 
 @triton.jit(do_not_specialize=["n", "k"])
 def _scatter_add(out, index, values, n, k, SIZE: tl.constexpr):
+    """By additions in the L2 cache, which nothing waits for."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     place = tl.load(index + i, mask=i < k, other=-1)
     value = tl.load(values + i, mask=i < k, other=0)  # beside the index, not after it
     inside = (place >= 0) & (place < n)
     value = narrow(widen(value), out.dtype.element_ty)
-    total = widen(tl.load(out + place, mask=inside, other=0)) + widen(value)
-    tl.store(out + place, narrow(total, out.dtype.element_ty), mask=inside)
+    if INTERPRETED:
+        _add_here(out + place, value, inside)
+    elif out.dtype.element_ty == tl.float32:
+        # that addition takes denormals for zeros: none can matter, or come out, where a value is not tiny
+        tiny = tl.abs(value) < TINY
+        tl.atomic_add(out + place, value, mask=inside & (tiny == 0), sem="relaxed")
+        _add_here(out + place, value, inside & tiny)
+    else:
+        _add_half(out + place, value, inside, out.dtype.element_ty == tl.bfloat16)
+
+
+@triton.jit
+def _add_here(target, value, mask):
+    """target[…] += value, by a load and a store."""
+    total = widen(tl.load(target, mask=mask, other=0)) + widen(value)
+    tl.store(target, narrow(total, target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_half(target, value, mask, BRAIN: tl.constexpr):
+    """The same of 16-bit values, in the cache: the hardware adds to words, so −0 is added to the other half."""
+    address, bits = target.to(tl.int64), value.to(tl.uint16, bitcast=True).to(tl.uint32)
+    word = tl.where((address & 2) == 0, bits | 0x80000000, (bits << 16) | 0x8000)
+    KIND: tl.constexpr = "bf16x2" if BRAIN else "f16x2"
+    add: tl.constexpr = (
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p red.relaxed.gpu.global.add.noftz." + KIND + " [$1], $2;"
+        " mov.u32 $0, 0; }"
+    )
+    arguments = [address & -4, word, mask.to(tl.int32)]
+    tl.inline_asm_elementwise(add, "=r,l,r,r", arguments, tl.int32, is_pure=False, pack=1)
 
 
 def kth_magnitude(x, k):

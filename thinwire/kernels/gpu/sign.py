@@ -14,6 +14,7 @@ from thinwire.kernels.gpu.launch import Call, launch, line, tiling
 from thinwire.kernels.gpu.quantize import programs_for, scale_limit
 from thinwire.kernels.gpu.scalar import (
     INFINITY_BITS,
+    INTERPRETED,
     NONFINITE,
     ROUNDER,
     as_integer,
@@ -37,8 +38,7 @@ def _mean_scale(x, count, limit, WIDE: tl.constexpr, COUNT: tl.constexpr):
     top = tiles.row_top(x)
     good = (top > 0) & (top < INFINITY_BITS)
     absmax = tl.where(good, float_of(top), 1.0)
-    share = tiles.quotient(tl.abs(x), absmax, WIDE)
-    steps = as_integer(multiply_add(share, GRID, ROUNDER))
+    steps = _steps(tl.abs(x), absmax, WIDE)
     total = tiles.row_sum(steps if SMALL else steps.to(tl.int64)).to(tl.float64)
     if COUNT:  # an exact product then, not a division
         mean = (absmax.to(tl.float64) * total * (1.0 / (COUNT * GRID))).to(tl.float32)
@@ -46,6 +46,22 @@ def _mean_scale(x, count, limit, WIDE: tl.constexpr, COUNT: tl.constexpr):
         mean = (absmax.to(tl.float64) * total / (count.to(tl.float64) * GRID)).to(tl.float32)
     code = tl.where(mean > 0.0, scale_code(mean, limit, True), 0)
     return tl.where(good, code, tl.where(top == 0, 0, NONFINITE))
+
+
+@triton.jit
+def _steps(x, top, WIDE: tl.constexpr):
+    """GRID · x / top[ROWS], the quotient rounded before the product."""
+    share = tl.zeros_like(x)
+    if WIDE or INTERPRETED:
+        share = tiles.quotient(x, top, WIDE)
+    elif tl.min(((top > 2.0**-60) & (top < 2.0**60)).to(tl.int32)) > 0:
+        # of 1/top in two numbers: a rounding is all that the quotient of 11-bit numbers needs, see tiles.quotient
+        inverse = tl.math.div_rn(1.0, top)
+        rest = multiply_add(-top, inverse, 1.0) * inverse
+        share = multiply_add(x, tiles.row(inverse), x * tiles.row(rest))
+    else:
+        share = tiles.quotient(x, top, WIDE)
+    return as_integer(multiply_add(share, GRID, ROUNDER))
 
 
 @triton.jit

@@ -12,12 +12,15 @@ from thinwire.kernels.gpu import checksum as gpu_checksum
 from thinwire.kernels.gpu import delta as gpu_delta
 from thinwire.kernels.gpu import indices as gpu_indices
 from thinwire.kernels.gpu import quantize as gpu_quantize
+from thinwire.kernels.gpu import largest as gpu_largest
 from thinwire.kernels.gpu import radix as gpu_radix
+from thinwire.kernels.gpu import scatter as gpu_scatter
 from thinwire.kernels.gpu import select as gpu_select
 from thinwire.kernels.gpu import sign as gpu_sign
 from thinwire.kernels.gpu.launch import tiling
 
 F32, BF16 = torch.float32, torch.bfloat16
+RADIX = "SIZE", "WARPS", "PROGRAMS"
 
 
 class Way(NamedTuple):
@@ -54,18 +57,19 @@ def ways() -> Iterator[Way]:
         yield Way("scatter add 1 %", "own", dtype, ())
         yield Way("scatter add 1 %", "torch's", dtype, ((gpu_select, "scatter_add", index_add),))
         for size, warps in ((128, 1), (256, 2), (512, 4), (512, 8), (1024, 4), (2048, 4)):
-            patches = (gpu_select, "ADD", size), (gpu_select, "ADD_WARPS", warps)
+            patches = (gpu_scatter, "ADD", size), (gpu_scatter, "ADD_WARPS", warps)
             yield Way("scatter add 1 %", f"size {size} warps {warps}", dtype, patches)
         for name in ("histogram", "kth magnitude 1 %", "top 1 %"):
             yield Way(name, "own", dtype, ())
             if name != "histogram":
                 yield Way(name, "by a sample at any size", dtype, ((gpu_select, "LARGE", 1),))
                 yield Way(name, "over all values", dtype, ((gpu_select, "LARGE", 1 << 60),))
-            yield Way(name, "by ballots", dtype, ((gpu_radix, "SHARED", False),))
         for size, warps, programs in ((2048, 4, 1056), (4096, 8, 1056), (8192, 16, 264)):
-            names = "SHARED_SIZE", "SHARED_WARPS", "SHARED_PROGRAMS"
-            patches = tuple((gpu_radix, name, value) for name, value in zip(names, (size, warps, programs)))
+            patches = tuple((gpu_radix, name, value) for name, value in zip(RADIX, (size, warps, programs)))
             yield Way("histogram", f"size {size} warps {warps} programs {programs}", dtype, patches)
+        for size, warps in ((1024, 2), (2048, 8), (4096, 8)):
+            patches = (gpu_largest, "SIZE", size), (gpu_largest, "WARPS", warps)
+            yield Way("top 1 %", f"size {size} warps {warps}", dtype, patches)
     for name in ("checksum", "inspect"):
         yield Way(name, "own", torch.uint8, ())
         for rows, warps, programs in (
@@ -83,7 +87,7 @@ def ways() -> Iterator[Way]:
 
 QUESTIONS = (
     "torch's", "bytes 512 warps 4", "bytes 1024 warps 4", "bytes 2048 warps 8", "width 32 tile 1024 warps 1 registers 80",
-    "width 32 tile 2048 warps 2 registers 64", "width 32 tile 1024 warps 1 registers 64", "size 512 warps 4",
+    "width 32 tile 2048 warps 2 registers 64", "width 32 tile 1024 warps 1 registers 64", "size 512 warps 4", "by a sample at any size",
 )  # fmt: skip
 
 

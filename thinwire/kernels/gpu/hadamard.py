@@ -15,7 +15,7 @@ import triton.language as tl
 
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch, line, signed, tiling
-from thinwire.kernels.gpu.scalar import bits_of, float_of
+from thinwire.kernels.gpu.scalar import bits_of, float_of, hash_sum
 from thinwire.kernels.random import split
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from thinwire.kernels.gpu import checksum as gpu_checksum
 from thinwire.kernels.gpu import delta as gpu_delta
 from thinwire.kernels.gpu import indices as gpu_indices
-from thinwire.kernels.gpu import quantize as gpu_quantize
 from thinwire.kernels.gpu import largest as gpu_largest
+from thinwire.kernels.gpu import quantize as gpu_quantize
 from thinwire.kernels.gpu import radix as gpu_radix
 from thinwire.kernels.gpu import scatter as gpu_scatter
 from thinwire.kernels.gpu import select as gpu_select
@@ -86,8 +86,9 @@ def ways() -> Iterator[Way]:
 
 
 QUESTIONS = (
-    "torch's", "bytes 512 warps 4", "bytes 1024 warps 4", "bytes 2048 warps 8", "width 32 tile 1024 warps 1 registers 80",
-    "width 32 tile 2048 warps 2 registers 64", "width 32 tile 1024 warps 1 registers 64", "size 512 warps 4", "by a sample at any size",
+    "torch's", "bytes 512 warps 4", "bytes 1024 warps 4", "bytes 2048 warps 8", "size 512 warps 4",
+    "width 32 tile 1024 warps 1 registers 80", "width 32 tile 2048 warps 2 registers 64",
+    "width 32 tile 1024 warps 1 registers 64",
 )  # fmt: skip
 
 

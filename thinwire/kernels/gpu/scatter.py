@@ -1,4 +1,4 @@
-"""Scatter-add in Triton, by additions in the L2 cache, which nothing waits for: indices are different from each other."""
+"""Scatter-add in Triton, by additions in the L2 cache, which nothing waits for. Indices differ from each other."""
 
 from __future__ import annotations
 

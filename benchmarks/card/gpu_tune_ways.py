@@ -54,6 +54,9 @@ def ways() -> Iterator[Way]:
                 how, chosen = shaped(*shape)
                 module = gpu_sign if name == "encode sign" else gpu_delta if "delta" in name else gpu_quantize
                 yield Way(name, how, dtype, ((module, "encode_tiling", chosen),))
+        yield Way("encode sign", "tiles in a row at any size", dtype, ((gpu_sign, "BUSY", 4),))
+        alone = (gpu_sign, "EACH", 1), (gpu_sign, "encode_tiling", shaped(32, 1024, 1, 64)[1])
+        yield Way("encode sign", "a tile per program", dtype, alone)
         yield Way("scatter add 1 %", "own", dtype, ())
         yield Way("scatter add 1 %", "torch's", dtype, ((gpu_select, "scatter_add", index_add),))
         for size, warps in ((128, 1), (256, 2), (512, 4), (512, 8), (1024, 4), (2048, 4)):
@@ -80,13 +83,16 @@ def ways() -> Iterator[Way]:
             patches = tuple((gpu_checksum, attribute, value) for attribute, value in values)
             yield Way(name, f"rows {rows} warps {warps} programs {programs}", torch.uint8, patches)
     yield Way("decode indices 1 %", "own", F32, ())
-    for size, warps in ((256, 4), (512, 4), (512, 8), (1024, 4), (2048, 8)):
-        patches = (gpu_indices, "BYTES", size), (gpu_indices, "WARPS", warps)
-        yield Way("decode indices 1 %", f"bytes {size} warps {warps}", F32, patches)
+    for size, warps, registers in ((256, 2, 64), (256, 4, 48), (1024, 8, 64), (1024, 4, 96), (512, 4, None)):
+        values = ("BYTES", size), ("WARPS", warps), ("REGISTERS", registers)
+        patches = tuple((gpu_indices, name, value) for name, value in values)
+        yield Way("decode indices 1 %", f"bytes {size} warps {warps} registers {registers}", F32, patches)
 
 
 QUESTIONS = (
-    "torch's", "bytes 512 warps 4", "bytes 1024 warps 4", "bytes 2048 warps 8", "size 512 warps 4",
+    "torch's", "bytes 256 warps 2 registers 64", "bytes 256 warps 4 registers 48", "bytes 1024 warps 8 registers 64",
+    "size 2048 warps 8", "size 1024 warps 2", "a tile per program", "tiles in a row at any size",
+    "by a sample at any size",
     "width 32 tile 1024 warps 1 registers 80", "width 32 tile 2048 warps 2 registers 64",
     "width 32 tile 1024 warps 1 registers 64",
 )  # fmt: skip

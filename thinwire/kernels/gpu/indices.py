@@ -17,7 +17,7 @@ from thinwire.kernels.gpu.scratch import true_flag
 from thinwire.kernels.indices import elias_fano_bytes, low_bits
 
 SIZE = 1024  # indices a program handles
-BYTES, WARPS = 1024, 8  # of a bit vector, that a program handles
+BYTES, WARPS, REGISTERS = 512, 4, 64  # of a bit vector, that a program handles; as `launch` takes them
 
 
 @triton.jit(do_not_specialize=["k", "base", "low"])
@@ -75,16 +75,18 @@ def _counted_before(counts, program, NEAR: tl.constexpr):
 
 @triton.jit
 def _low_part(wire, before, rank, mask, low):
-    """The low bits at bit (before + rank) · low; rank: int32, small."""
-    start = before * low
-    first = (start & 7).to(tl.int32) + rank * low
-    wire += start >> 3
-    held = tl.zeros_like(rank).to(tl.int64)
-    for i in range((low + 14) // 8):
-        place = (first >> 3) + i
-        needed = mask & (place * 8 < first + low)
-        held |= tl.load(wire + place, mask=needed, other=0).to(tl.int64) << (8 * i)
-    return (held >> (first & 7)) & ((tl.full([], 1, tl.int64) << low) - 1)
+    """The low bits at bit (before + rank) · low; rank: int32, small. Read in whole words, three at most."""
+    start = before * low + (wire.to(tl.int64) & 3) * 8
+    words = (wire.to(tl.int64) & -4).to(tl.pointer_type(tl.uint32)) + (start >> 5)
+    first = (start & 31).to(tl.int32) + rank * low
+    shift, words = (first & 31).to(tl.uint64), words + (first >> 5)
+    held = tl.load(words, mask=mask, other=0).to(tl.uint64)
+    held |= tl.load(words + 1, mask=mask & ((first & 31) + low > 32), other=0).to(tl.uint64) << 32
+    held = held >> shift
+    if low > 32:
+        last = tl.load(words + 2, mask=mask & ((first & 31) + low > 64), other=0).to(tl.uint64)
+        held |= (last << 1) << (63 - shift)
+    return (held & ((tl.full([], 1, tl.uint64) << low) - 1)).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["size", "low", "k", "n"], do_not_specialize_on_alignment=["high", "lows"])
@@ -206,5 +208,5 @@ def _decoded(wire, cut, n, k, low, ranked):
     index = torch.empty(k, dtype=torch.int64, device=wire.device)
     good, size = true_flag(index), high.numel()
     arguments = high, wire, counts, held, index, good, size, low, k, n
-    launch(_place, programs, *arguments, RANKED=ranked, SIZE=BYTES, warps=WARPS)
+    launch(_place, programs, *arguments, RANKED=ranked, SIZE=BYTES, warps=WARPS, registers=REGISTERS)
     return index, good

@@ -85,18 +85,17 @@ def hash_sum(h, k1):
 def drawn_up(t, h, k1):
     """⌈t − u⌉, lifted by ROUNDER; h: as `hash_sum` takes it; u: the number drawn, its hash's first 23 bits.
 
-    t − u rounded up crosses no whole number, so two sums that round up are exact. A unit that shifts is as busy as one
-    that adds and compares; products are made by another, so that most shifts here are their high words.
+    t − u rounded up crosses no whole number, so two sums that round up are exact. A unit that shifts is busier than one
+    that multiplies: one of the shifts is the high word of a product.
     """
     if INTERPRETED:
         u = (hash_sum(h, k1) >> 9).to(tl.float64) * 1.1920928955078125e-07  # 2^-23
         return tl.math.ceil(t.to(tl.float64) - u).to(tl.float32) + ROUNDER
     # one program in the grid's second direction, which the assembler does not know: it would make shifts of products
     one = tl.inline_asm_elementwise("mov.u32 $0, %nctaid.y;", "=r,r", [k1], tl.int32, is_pure=True, pack=1)
-    one = one.to(tl.uint32)
     h = (h ^ tl.umulhi(h, (one << 16).to(tl.uint32))) * MUL1
-    h = (h ^ k1.to(tl.uint32) ^ tl.umulhi(h, (one << 17).to(tl.uint32))) * MUL2
-    above_one = ((h >> 9) ^ tl.umulhi(h, (one << 8).to(tl.uint32))) | 0x3F800000  # 1 + u
+    h = (h ^ k1.to(tl.uint32) ^ (h >> 15)) * MUL2
+    above_one = ((h >> 9) ^ (h >> 24)) | 0x3F800000  # 1 + u
     return tl.inline_asm_elementwise(
         "{ .reg .f32 d; sub.rp.f32 d, $1, $2; add.rp.f32 $0, d, 0f4B400001; }", "=f,f,f",
         [t, above_one.to(tl.float32, bitcast=True)], dtype=tl.float32, is_pure=True, pack=1,

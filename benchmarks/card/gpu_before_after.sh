@@ -19,8 +19,8 @@ new="stochastic sign kth top scatter decode histogram nearest" old="stochastic s
 tune "$out/new" "$PWD" --few --compare-only --parallel 7 --budget "$limit" --only $new & waits=$!
 if [ -n "$older" ]; then
     there=$(mktemp -d)
-    tar -xf "$older" -C "$there" && cp benchmarks/card/gpu_tune*.py "$there/benchmarks/card/"
-    tune "$out/old" "$there" --own --compare-only --parallel 3 --budget "$limit" --only $old & waits="$waits $!"
+    tar -xf "$older" -C "$there"
+    tune "$out/old" "$there" --few --compare-only --parallel 3 --budget "$limit" --only $old & waits="$waits $!"
 fi
 timeout -s INT "$limit" python3 benchmarks/card/gpu_trials.py --out "$out" --parallel 2 --only "CUDA graph" stage \
     > "$out/trials.txt" 2>&1 &
@@ -35,7 +35,7 @@ done
 wait $waits
 tail -qn 1 "$out"/tests/*.txt
 cat "$out/trials.txt"
-[ -n "$older" ] && tune "$out/old" "$there" --own --no-compare --budget 10 --only $old
+[ -n "$older" ] && tune "$out/old" "$there" --few --no-compare --budget 10 --only $old
 tune "$out/new" "$PWD" --few --no-compare --budget 15 --only $new
 [ -n "$older" ] && python3 benchmarks/card/gpu_tune.py --out "$out/old" --table
 python3 benchmarks/card/gpu_tune.py --out "$out/new" --table

@@ -83,14 +83,14 @@ def ways() -> Iterator[Way]:
             patches = tuple((gpu_checksum, attribute, value) for attribute, value in values)
             yield Way(name, f"rows {rows} warps {warps} programs {programs}", torch.uint8, patches)
     yield Way("decode indices 1 %", "own", F32, ())
-    for size, warps, registers in ((256, 2, 64), (256, 4, 48), (1024, 8, 64), (1024, 4, 96), (512, 4, None)):
+    for size, warps, registers in ((256, 2, 64), (512, 4, 64), (1024, 8, 64), (1024, 4, 96), (512, 4, None)):
         values = ("BYTES", size), ("WARPS", warps), ("REGISTERS", registers)
         patches = tuple((gpu_indices, name, value) for name, value in values)
         yield Way("decode indices 1 %", f"bytes {size} warps {warps} registers {registers}", F32, patches)
 
 
 QUESTIONS = (
-    "torch's", "bytes 256 warps 2 registers 64", "bytes 256 warps 4 registers 48", "bytes 1024 warps 8 registers 64",
+    "torch's", "bytes 256 warps 2 registers 64", "bytes 512 warps 4 registers 64", "bytes 1024 warps 8 registers 64",
     "size 2048 warps 8", "size 1024 warps 2", "a tile per program", "tiles in a row at any size",
     "by a sample at any size",
     "width 32 tile 1024 warps 1 registers 80", "width 32 tile 2048 warps 2 registers 64",

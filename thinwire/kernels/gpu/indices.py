@@ -17,7 +17,7 @@ from thinwire.kernels.gpu.scratch import true_flag
 from thinwire.kernels.indices import elias_fano_bytes, low_bits
 
 SIZE = 1024  # indices a program handles
-BYTES, WARPS, REGISTERS = 512, 4, 64  # of a bit vector, that a program handles; as `launch` takes them
+BYTES, WARPS, REGISTERS = 256, 4, 48  # of a bit vector, that a program handles; as `launch` takes them
 
 
 @triton.jit(do_not_specialize=["k", "base", "low"])

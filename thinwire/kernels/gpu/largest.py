@@ -61,7 +61,7 @@ def _write_of(
         place = tile * SIZE + tl.arange(0, SIZE)
         values, above, ties = _above_and_ties(x, place, n, state, LOW)
         before = tl.load(ends + tile) - tl.load(counts + tile)
-        ties_before = tl.load(ends + tiles + tile) - tl.load(counts + tiles + tile)
+        ties_before = tl.load(ends + tiles + tile) - tl.load(counts + tiles + tile) - tl.load(ends + tiles - 1)
         ones = ties.to(tl.int32)
         taken = above | (ties & (ties_before + tl.cumsum(ones, axis=0) <= quota))
         chosen = taken.to(tl.int32)
@@ -76,8 +76,8 @@ def _write(
     x, others, places, found, state, counts, ends, index, out, n, room, k, tiles, programs, EITHER: tl.constexpr,
     LOW: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """index, out: those above the k-th largest, and the first state[RANK] of those as large as it. ends: `counts` of
-    each tile and all before it. places: the indices of `others`."""
+    """index, out: those above the k-th largest, and the first state[RANK] of those as large as it. ends: sums of
+    `counts` up to and including each, of both rows as one. places: the indices of `others`."""
     if EITHER:
         if fits(found, k, room):
             few = tl.load(found)
@@ -99,7 +99,7 @@ def write(x, k, places, few, index, values):
     numbers = n, others.numel(), k, tiles, programs
     constants = {"EITHER": few is not None, "LOW": low, "SIZE": SIZE, "warps": WARPS}
     launch(_count, programs, x, others, found, state, counts, *numbers, **constants)
-    ends = counts.cumsum(1)
+    ends = counts.view(-1).cumsum(0)  # of each row by itself torch takes one program per row
     named = state if places is None else places
     launch(_write, programs, x, others, named, found, state, counts, ends, index, values, *numbers, **constants)
     return index, values

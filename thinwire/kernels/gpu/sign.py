@@ -81,24 +81,37 @@ def _encode_tile(
 
 
 @triton.jit(do_not_specialize=["n", "cut", "limit", "each"])
-def _encode(x, wire, finite, n, cut, limit, each, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
-    """each: tiles that a program handles: it reads one while it works on another."""
+def _encode(x, wire, finite, n, cut, limit, each, AHEAD: tl.constexpr, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+    """each: tiles that a program handles. AHEAD: it reads one while it works on another; else it handles one."""
     STEP: tl.constexpr = SHAPE[1] * BLOCK
-    tile = tl.program_id(0).to(tl.int64) * each
-    if tiles.is_full((tile + each - 1) * STEP, n, SHAPE, BLOCK):
-        loaded = tiles.load(x, tile * STEP, n, SHAPE, BLOCK, True)
-        for _ in range(1, each):
-            following = tiles.load(x, (tile + 1) * STEP, n, SHAPE, BLOCK, True)
+    if AHEAD:
+        tile = tl.program_id(0).to(tl.int64) * each
+        if tiles.is_full((tile + each - 1) * STEP, n, SHAPE, BLOCK):
+            loaded = tiles.load(x, tile * STEP, n, SHAPE, BLOCK, True)
+            for _ in range(1, each):
+                following = tiles.load(x, (tile + 1) * STEP, n, SHAPE, BLOCK, True)
+                _encode_tile(loaded, wire, finite, tile, tile * STEP, n, cut, limit, SHAPE, BLOCK, True)
+                loaded = following
+                tile += 1
             _encode_tile(loaded, wire, finite, tile, tile * STEP, n, cut, limit, SHAPE, BLOCK, True)
-            loaded = following
-            tile += 1
-        _encode_tile(loaded, wire, finite, tile, tile * STEP, n, cut, limit, SHAPE, BLOCK, True)
+        else:
+            for _ in range(each):
+                _encode_masked(x, wire, finite, tile, n, cut, limit, SHAPE, BLOCK)
+                tile += 1
     else:
-        for _ in range(each):
-            start = tile * STEP
-            loaded = tiles.load(x, start, n, SHAPE, BLOCK, False)
-            _encode_tile(loaded, wire, finite, tile, start, n, cut, limit, SHAPE, BLOCK, False)
-            tile += 1
+        tile = tl.program_id(0).to(tl.int64)
+        if tiles.is_full(tile * STEP, n, SHAPE, BLOCK):
+            loaded = tiles.load(x, tile * STEP, n, SHAPE, BLOCK, True)
+            _encode_tile(loaded, wire, finite, tile, tile * STEP, n, cut, limit, SHAPE, BLOCK, True)
+        else:
+            _encode_masked(x, wire, finite, tile, n, cut, limit, SHAPE, BLOCK)
+
+
+@triton.jit
+def _encode_masked(x, wire, finite, tile, n, cut, limit, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+    start = tile * (SHAPE[1] * BLOCK)
+    loaded = tiles.load(x, start, n, SHAPE, BLOCK, False)
+    _encode_tile(loaded, wire, finite, tile, start, n, cut, limit, SHAPE, BLOCK, False)
 
 
 @triton.jit
@@ -135,9 +148,10 @@ def _encode_plan(n, block, dtype):
     """(bytes of the message, the launch)."""
     tiled = encode_tiling(block, dtype.itemsize)
     programs = programs_for(n, 1, block, tiled["SHAPE"])
-    each = min(EACH if dtype.itemsize == 2 else 1, max(programs // BUSY, 1))
+    ahead = dtype.itemsize == 2  # a tile of float32 more does not fit the registers
+    each = min(EACH, max(programs // BUSY, 1)) if ahead else 1
     numbers = n, codes_bytes(n, 1), scale_limit(1, torch.finfo(dtype).max), each
-    call = Call(_encode, triton.cdiv(programs, each), numbers, BLOCK=block, **tiled)
+    call = Call(_encode, triton.cdiv(programs, each), numbers, AHEAD=ahead, BLOCK=block, **tiled)
     return layout.sign_bytes(n, block, dtype), call
 
 

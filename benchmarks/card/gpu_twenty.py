@@ -8,8 +8,9 @@ in four micro-batches, four ranks on one card over sockets, THINWIRE_NEW_KERNELS
 multi-process service. Every run is four new processes. The first one compiles; after it several run side by side, and
 each such batch has a service of its own. One that does not end within LIMIT seconds has hung: its own processes are
 ended. Under `paper-aqsgd` epochs are four steps long: the first is exact, so other kernels than before are called in
-mid-run. A line of FOLDER/twenty.jsonl per run, written at once; runs that are there are not made again. --quick: two
-runs of a small model on the CPU.
+mid-run. --short: two steps of four layers and short sequences and one evaluation, for runs that share the card without
+the service. A line of FOLDER/twenty.jsonl per run, written at once; runs that are there are not made again. --quick:
+two runs of a small model on the CPU.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def service(wanted: bool) -> Iterator[str]:
                     print("the multi-process service does not end", flush=True)
 
 
-def one_run(tell: Callable[[Any], None], device: str, folder: str, steps: int, preset: str, pipe: str) -> None:
+def one_run(
+    tell: Callable[[Any], None], device: str, folder: str, steps: int, preset: str, pipe: str, short: bool
+) -> None:
     """A rank of one run; rank 0 tells the losses. pipe: where the multi-process service is, if it is."""
     os.environ |= {"THINWIRE_NEW_KERNELS": "error", PIPE: pipe}
     from thinwire.train.config.sections import read_config
@@ -67,15 +70,15 @@ def one_run(tell: Callable[[Any], None], device: str, folder: str, steps: int, p
 
     gpu_ranks.use_reference_without_numba()
     began = time.monotonic()
-    length = 256 if device == "cuda" else 32
-    corpus = 4 * 16 * length if preset == "paper-aqsgd" else 400_000 if device == "cuda" else 40_000
+    length = 32 if device == "cpu" else 64 if short else 256
+    corpus = 4 * 16 * length if preset == "paper-aqsgd" else 400_000 if device == "cuda" and not short else 40_000
     table = {
-        "model": MODEL if device == "cuda" else SMALL,
+        "model": SMALL if device == "cpu" else MODEL | {"layers": 4} if short else MODEL,
         "data": {"seq_len": length, "corpus_bytes": corpus, "held_out": 0.05},
         "optim": {"batch": 16, "steps": steps, "warmup": 1, "lr": 1e-3},
         "mesh": {"dp": 2, "pp": 2, "microbatches": 4},
         "wire": {"preset": preset},
-        "run": {"device": device, "out": folder, "eval_every": steps // 2, "checkpoint_every": 0},
+        "run": {"device": device, "out": folder, "eval_every": steps if short else steps // 2, "checkpoint_every": 0},
     }
     lost = train_rank(read_config(table), False)
     took = time.monotonic() - began
@@ -85,11 +88,11 @@ def one_run(tell: Callable[[Any], None], device: str, folder: str, steps: int, p
         tell({"losses": losses, "lost": bool(lost), "trained_s": took})
 
 
-def attempt(device: str, steps: int, preset: str, pipe: str) -> dict[str, Any]:
+def attempt(device: str, steps: int, preset: str, pipe: str, short: bool) -> dict[str, Any]:
     """One run: what it said, and whether it came to its end. pipe: as for `one_run`."""
     began, row, failures = time.monotonic(), {}, []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        arguments = device, f"{folder}/run", steps, preset, pipe
+        arguments = device, f"{folder}/run", steps, preset, pipe, short
         for rank, what in gpu_ranks.launch(one_run, RANKS, *arguments, seconds=LIMIT[device]):
             if isinstance(what, gpu_ranks.Failure):
                 failures.append(f"rank {rank}: {what[-400:]}")
@@ -107,19 +110,23 @@ def measure(options: argparse.Namespace, write: Callable[[dict], None], done: se
     for with_service in (True, False) if options.service == "both" else (options.service == "on",):
         left = [number for number in range(options.runs) if (options.preset, with_service, number) not in done]
         side_by_side = options.parallel if with_service else min(options.parallel, options.unshared)
-        batches = [left[:alone]] + [left[i : i + side_by_side] for i in range(alone, len(left), side_by_side)]
+        each = side_by_side if with_service else len(left)  # without it there is nothing to start anew
+        batches = [left[:alone]] + [left[i : i + each] for i in range(alone, len(left), each or 1)]
         alone = 0
         for batch in filter(None, batches):
             if time.monotonic() > until:
                 break
             with service(with_service and device == "cuda") as pipe:
+                beside = min(len(batch), side_by_side)
 
-                def run(number: int, pipe: str = pipe, beside: int = len(batch), shared: bool = with_service) -> None:
-                    row = attempt(device, steps, options.preset, pipe)
+                def run(number: int, pipe: str = pipe, beside: int = beside, shared: bool = with_service) -> None:
+                    if time.monotonic() > until:
+                        return
+                    row = attempt(device, steps, options.preset, pipe, options.short)
                     with one_writes:
                         write({"preset": options.preset, "service": shared, "run": number, "beside": beside - 1} | row)
 
-                with ThreadPoolExecutor(len(batch)) as pool:
+                with ThreadPoolExecutor(beside) as pool:
                     list(pool.map(run, batch))
 
 
@@ -147,6 +154,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--preset", default="max")
     parser.add_argument("--service", choices=("both", "on", "off"), default="both")
+    parser.add_argument("--short", action="store_true", help="two steps of a smaller model")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
@@ -163,6 +171,8 @@ def main() -> int:
             file.write(json.dumps(row) + "\n")
         print({k: v for k, v in row.items() if k != "losses"}, f"{len(row.get('losses', ()))} steps", flush=True)
 
+    if options.short:
+        options.steps = 2
     if options.quick:
         options.runs, options.parallel = 1, 1
     measure(

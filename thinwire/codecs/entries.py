@@ -61,8 +61,7 @@ class Entries:
         """The inverse: (int64[k], float[k]). Wrong length: ValueError. An index outside: InvalidExchange."""
         if wire.numel() != self.nbytes(n, k, dtype):
             raise ValueError(f"{k} entries of {n} take {self.nbytes(n, k, dtype)} bytes, not {wire.numel()}")
-        cut = VALUES[self.values].nbytes((k,), dtype)
-        values = VALUES[self.values].decode(wire[:cut], (k,), dtype)
+        cut, values = VALUES[self.values].nbytes((k,), dtype), self.decode_values(wire, k, dtype)
         if not k:
             return torch.empty(0, dtype=torch.int64, device=wire.device), values
         if self.indices == "coded":
@@ -71,6 +70,10 @@ class Entries:
             index, good = coding.checked(from_raw(wire[cut:], _index_dtype(n)).long(), n)
         self.check(f"index message is not {k} ascending indices below {n}", good)
         return index, values
+
+    def decode_values(self, wire: Tensor, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """float[k]: the values alone, of a message of one's own, whose indices are known."""
+        return VALUES[self.values].decode(wire[: VALUES[self.values].nbytes((k,), dtype)], (k,), dtype)
 
     def raise_if_damaged(self) -> None:
         """Read the checks that were left for later; the first that failed raises InvalidExchange."""

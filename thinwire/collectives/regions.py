@@ -96,8 +96,8 @@ def split_and_reduce(
         select.scatter_add(region, *code.decode(wire, lengths[mine], column[sender], dtype))
     if code.is_exact:
         return region, mine, picked, unit
-    decoded = (code.decode(wire, n, c, dtype) for wire, n, c in zip(messages, lengths, counts))
-    return region, mine, join([(i + lo, v) for (i, v), lo in zip(decoded, bounds)]), unit
+    values = torch.cat([code.decode_values(wire, c, dtype) for wire, c in zip(messages, counts)])
+    return region, mine, (picked[0], values), unit
 
 
 def balanced_gather(
@@ -115,9 +115,9 @@ def balanced_gather(
     dtype = picked[1].dtype
     message = code.encode(*picked, n)
     arrived = swap([message] * size, [code.nbytes(n, c, dtype) for c in counts], group)
+    own = picked if code.is_exact else (picked[0], code.decode_values(message, counts[rank], dtype))
     return join([
-        picked if owner == rank and code.is_exact else code.decode(arrived[owner], n, counts[owner], dtype)
-        for owner in owners
+        own if owner == rank else code.decode(arrived[owner], n, counts[owner], dtype) for owner in owners
     ])  # fmt: skip
 
 

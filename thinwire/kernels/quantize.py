@@ -4,7 +4,7 @@
     q   = clamp(round(x · (1/s_B)), ±qmax)                                   an exact zero
     message = the codes q + qmax, packed (bits.py), padded to an even length; then the scales
 
-`nearest` rounds half to even. `stochastic` takes ⌊t⌋ + [u_i < t − ⌊t⌋] with u_i from random.py: unbiased.
+`nearest` rounds half to even. `stochastic` takes ⌈t − u_i⌉, unbiased: with u_i from random.py, 23 bits of it.
 `mse` replaces max|x| by c·max|x| with the c on a grid of 16 that least squared error asks for, and gives the code
 that the symmetric grid leaves over, qmax + 1, to the side of the block's extreme (a negative scale where that is
 negative). Errors are summed in integers, so that no order of summation can change a bit.
@@ -189,8 +189,8 @@ def round_codes(blocks: Tensor, scale: Tensor, bits: int, spare: Tensor | None, 
     if uniform is None:
         t = torch.round(t)
     else:
-        low = torch.floor(t)
-        t = low + (uniform.reshape(t.shape) < t - low)
+        u = torch.floor(uniform.double() * 2.0**23) * 2.0**-23
+        t = torch.ceil(t.double() - u.reshape(t.shape)).to(t.dtype)  # exact wherever a whole number is near
     plain = t.clamp(-qmax(bits), qmax(bits))
     if spare is not None:
         plain = torch.where(spare[:, None], t.clamp(-qmax(bits), qmax(bits) + 1), plain)

@@ -26,7 +26,6 @@ from thinwire.kernels.cpu.scalar import (
     reciprocal,
     scale_code,
     scale_value,
-    uniform,
     write,
 )  # fmt: skip
 from thinwire.kernels.quantize import FULL, GRID, LEAST_SQUARES, NEAREST, SHRINKS, STOCHASTIC
@@ -78,9 +77,8 @@ def round_stochastic(x, scale, qmax, codes, position, k0, k1):
     lift, r = reciprocal(scale)
     for i in range(x.size):
         t = read(x, i) * lift * r
-        low = np.floor(t)
-        up = uniform(hash32(np.uint32(first + np.uint32(i)), key, k1)) < t - low
-        q = np.int32(np.int32(low) + np.int32(up))
+        u = np.float64(hash32(np.uint32(first + np.uint32(i)), key, k1) >> np.uint32(9)) * 2.0**-23
+        q = np.int32(np.ceil(np.float64(t) - u))
         codes[i] = np.uint8(np.int32(min(max(q, np.int32(-qmax)), qmax) + qmax))
 
 

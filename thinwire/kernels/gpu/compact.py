@@ -167,19 +167,25 @@ def _pad(index, values, found, room, SIZE: tl.constexpr):
     tl.store(values + place, tl.zeros([SIZE], values.dtype.element_ty), mask=left)
 
 
-def select_into(x, limit, index, values, nans=False):
-    """limit: 0-d, on x's device, in x's dtype. nans: NaN passes too. No host synchronisation."""
+def select_into(x, limit, index, values):
+    """limit: 0-d, on x's device, in x's dtype. No host synchronisation."""
+    found = bring_together(x, limit, index, values)
+    launch(_pad, triton.cdiv(index.numel(), PAD), index, values, found, index.numel(), SIZE=PAD)
+    return found[0]
+
+
+def bring_together(x, limit, index, values, nans=False):
+    """select_into, but for the padding, as int64[1]. nans: NaN passes too."""
     n, room, each = x.numel(), index.numel(), 16 // x.element_size()
     inf = int(torch.tensor(torch.inf, dtype=x.dtype).view(torch.int16)) if each == 8 and x.data_ptr() % 4 == 0 else 0
     segment, tiles = 4 * 32 * each // SHARE, triton.cdiv(n, 4 * 32 * each)
     constants = {"ROOM": segment, "EACH": each, "INF": inf, "NANS": nans}
     places = torch.empty(tiles * segment, dtype=torch.int16, device=x.device)
     held = torch.empty(tiles * segment, dtype=x.dtype, device=x.device)
-    counts = torch.zeros(max(tiles, 1), dtype=torch.int32, device=x.device)
+    counts = (torch.empty if tiles else torch.zeros)(max(tiles, 1), dtype=torch.int32, device=x.device)
     aside = x, limit, places, held, counts
     launch(_set_aside, tiles, *aside, n, **constants, warps=1)
     ends = counts.cumsum(0)
     constants |= {"TILES": TILES, "WIDTH": WIDTH}
     launch(_bring, triton.cdiv(tiles, TILES), *aside, ends, index, values, n, room, tiles, **constants, warps=WARPS)
-    launch(_pad, triton.cdiv(room, PAD), index, values, ends[-1:], room, SIZE=PAD)
-    return ends[-1]
+    return ends[-1:]

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch, line, signed, tiling
-from thinwire.kernels.gpu.scalar import bits_of, float_of
+from thinwire.kernels.gpu.scalar import bits_of, float_of, hash_sum
 from thinwire.kernels.random import split
 
 
@@ -35,7 +35,7 @@ def _partner(x, STRIDE: tl.constexpr, SHAPE: tl.constexpr):
 @triton.jit
 def _flip(x, start, k0, k1, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
     """Change signs by seed."""
-    h = tiles.hashes(start, k0, k1, SHAPE, BLOCK)
+    h = hash_sum(tiles.hash_sums(start, k0, SHAPE, BLOCK), k1)
     return float_of(bits_of(x) ^ (h << 31).to(tl.int32))
 
 

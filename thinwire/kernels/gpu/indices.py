@@ -1,4 +1,5 @@
-"""Elias–Fano and bitmap index coding in Triton. Encoding sets bits by atomics; decoding counts, then writes.
+"""Elias–Fano and bitmap index coding in Triton. Encoding sets bits by atomics. Decoding counts, then
+brings the high parts to their places, whence each program reads its own in order and joins low parts to them.
 
 The message is one little-endian bit stream: low parts from bit 0, the high bit vector from byte `cut`. The number of
 low bits and the place in memory change from one message to the next, so no kernel is compiled for either.
@@ -16,7 +17,7 @@ from thinwire.kernels.gpu.scratch import true_flag
 from thinwire.kernels.indices import elias_fano_bytes, low_bits
 
 SIZE = 1024  # indices a program handles
-BYTES, WARPS = 256, 4  # of a bit vector, that a program handles: eight lanes each
+BYTES, WARPS, REGISTERS = 256, 4, 48  # of a bit vector, that a program handles; as `launch` takes them
 
 
 @triton.jit(do_not_specialize=["k", "base", "low"])
@@ -46,11 +47,20 @@ def _ones(byte):
     return (fours + (fours >> 4)) & 0x0F
 
 
+@triton.jit
+def _ones_before(byte):
+    """Of an int32 below 256: how many bits are set before each of its eight, four bits each."""
+    spread = (byte | (byte << 12)) & 0x000F000F
+    spread = (spread | (spread << 6)) & 0x03030303
+    spread = (spread | (spread << 3)) & 0x11111111
+    return spread.to(tl.uint32) * 0x11111110
+
+
 @triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["wire"])
 def _count(wire, counts, size, SIZE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     byte = tl.load(wire + place, mask=place < size, other=0).to(tl.int32)
-    tl.store(counts + tl.program_id(0), tl.sum(_ones(byte)).to(tl.int64))
+    tl.store(counts + tl.program_id(0), tl.sum(_ones(byte)))
 
 
 @triton.jit
@@ -65,48 +75,64 @@ def _counted_before(counts, program, NEAR: tl.constexpr):
 
 @triton.jit
 def _low_part(wire, before, rank, mask, low):
-    """The low bits at bit (before + rank) · low; rank: int32, small."""
-    start = before * low
-    first = (start & 7).to(tl.int32) + rank * low
-    wire += start >> 3
-    held = tl.zeros_like(rank).to(tl.int64)
-    for i in range((low + 14) // 8):
-        place = (first >> 3) + i
-        needed = mask & (place * 8 < first + low)
-        held |= tl.load(wire + place, mask=needed, other=0).to(tl.int64) << (8 * i)
-    return (held >> (first & 7)) & ((tl.full([], 1, tl.int64) << low) - 1)
+    """The low bits at bit (before + rank) · low; rank: int32, small. Read in whole words, three at most."""
+    start = before * low + (wire.to(tl.int64) & 3) * 8
+    words = (wire.to(tl.int64) & -4).to(tl.pointer_type(tl.uint32)) + (start >> 5)
+    first = (start & 31).to(tl.int32) + rank * low
+    shift, words = (first & 31).to(tl.uint64), words + (first >> 5)
+    held = tl.load(words, mask=mask, other=0).to(tl.uint64)
+    held |= tl.load(words + 1, mask=mask & ((first & 31) + low > 32), other=0).to(tl.uint64) << 32
+    held = held >> shift
+    if low > 32:
+        last = tl.load(words + 2, mask=mask & ((first & 31) + low > 64), other=0).to(tl.uint64)
+        held |= (last << 1) << (63 - shift)
+    return (held & ((tl.full([], 1, tl.uint64) << low) - 1)).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["size", "low", "k", "n"], do_not_specialize_on_alignment=["high", "lows"])
-def _place(high, lows, counts, index, good, size, low, k, n, RANKED: tl.constexpr, SIZE: tl.constexpr):
+def _place(high, lows, counts, held, index, good, size, low, k, n, RANKED: tl.constexpr, SIZE: tl.constexpr):
     """index[rank] of the first k set bits; counts: ones in each program's bytes. good[0] becomes false unless there are
-    k, ascending and below n; what is not there or outside is brought inside."""
+    k, ascending and below n; what is not there or outside is brought inside. held: int32[k], between the two parts."""
     start = tl.program_id(0).to(tl.int64) * SIZE
     place = tl.arange(0, SIZE)
     byte = tl.load(high + start + place, mask=start + place < size, other=0).to(tl.int32)
     ones = _ones(byte)
     before = _counted_before(counts, tl.program_id(0), 1024)
     bit = tl.arange(0, 8)[None, :]
-    rank = (tl.cumsum(ones, axis=0) - ones)[:, None] + _ones(byte[:, None] & ((1 << bit) - 1))  # inside the program
+    rank = (tl.cumsum(ones, axis=0) - ones)[:, None] + ((_ones_before(byte)[:, None] >> (4 * bit)) & 7).to(tl.int32)
     left = tl.minimum(tl.maximum(k - before, 0), 8 * SIZE).to(tl.int32)
     mask = ((byte[:, None] >> bit) & 1 == 1) & (rank < left)
     value = place[:, None] * 8 + bit
+    total = tl.sum(ones)
     if RANKED:
-        low_part = _low_part(lows, before, rank, mask, low)
-        entry = ((start * 8 - before + (value - rank)) << low) | low_part
         # where the bit before is set, both have one high part, and the low parts must ascend
         last = tl.load(high + start + place - 1, mask=(start + place > 0) & (start + place <= size), other=0)
         joined = (byte << 1) | (last.to(tl.int32) >> 7)
-        near = mask & (((joined[:, None] >> bit) & 1) == 1)
-        wrong = near & (_low_part(lows, before, rank - 1, near, low) >= low_part)
+        tl.store(held + before + rank, ((value - rank) << 1) | ((joined[:, None] >> bit) & 1), mask=mask)
+        tl.debug_barrier()
+        base = start * 8 - before
+        _join(held, lows, index, good, base, before, tl.minimum(total, left), low, n, SIZE)
     else:
         entry = start * 8 + value
-        wrong = mask & (entry < 0)
-    wrong = wrong | (mask & (entry >= n))
-    tl.store(index + before + rank, tl.minimum(entry, n - 1), mask=mask)
-    _say_bad(good, wrong)
+        tl.store(index + before + rank, tl.minimum(entry, n - 1), mask=mask)
+        _say_bad(good, mask & (entry >= n))
     if start + SIZE >= size:
-        _end(index, good, before + tl.sum(ones), k, SIZE)
+        _end(index, good, before + total, k, SIZE)
+
+
+@triton.jit
+def _join(held, lows, index, good, base, before, count, low, n, SIZE: tl.constexpr):
+    """index[before + i] of the high parts that `held` has, twice each, and one more where the low parts must ascend."""
+    for first in range(0, count, SIZE):
+        i = first + tl.arange(0, SIZE)
+        inside = i < count
+        mark = tl.load(held + before + i, mask=inside, other=0)
+        low_part = _low_part(lows, before, i, inside, low)
+        entry = ((base + (mark >> 1)) << low) | low_part
+        near = inside & ((mark & 1) == 1)
+        wrong = (near & (_low_part(lows, before, i - 1, near, low) >= low_part)) | (inside & (entry >= n))
+        tl.store(index + before + i, tl.minimum(entry, n - 1), mask=inside)
+        _say_bad(good, wrong)
 
 
 @triton.jit
@@ -176,9 +202,11 @@ def _decoded(wire, cut, n, k, low, ranked):
     """(int64[k]; 0-d bool: the message holds k ascending ones below n), without waiting for the card."""
     high = wire[cut:]
     programs = triton.cdiv(high.numel(), BYTES)
-    counts = torch.empty(programs, dtype=torch.int64, device=wire.device)
+    room = torch.empty(programs + (k if ranked else 0), dtype=torch.int32, device=wire.device)
+    counts, held = room, room[programs:]
     launch(_count, programs, high, counts, high.numel(), SIZE=BYTES)
     index = torch.empty(k, dtype=torch.int64, device=wire.device)
     good, size = true_flag(index), high.numel()
-    launch(_place, programs, high, wire, counts, index, good, size, low, k, n, RANKED=ranked, SIZE=BYTES, warps=WARPS)
+    arguments = high, wire, counts, held, index, good, size, low, k, n
+    launch(_place, programs, *arguments, RANKED=ranked, SIZE=BYTES, warps=WARPS, registers=REGISTERS)
     return index, good

@@ -16,16 +16,14 @@ from thinwire.kernels.gpu.scalar import (
     NONFINITE,
     ROUNDER_BITS,
     SIGN,
-    above,
     as_float,
     as_integer,
     bits_of,
     block_scale,
-    drawn,
+    drawn_up,
     float_of,
     reciprocal,
     rounded,
-    rounded_down,
     scale_value,
 )  # fmt: skip
 from thinwire.kernels.gpu.scratch import true_flag
@@ -77,9 +75,7 @@ def quantize_tile(
     t = (x * tiles.row(lift)) * tiles.row(r)
     if MODE == STOCHASTIC:
         t = tl.clamp(t, -QMAX * 1.0, QMAX * 1.0)
-        lifted = rounded_down(t)
-        up = drawn(tiles.hashes(start, k0, k1, SHAPE, BLOCK)) < above(t, lifted)
-        return lifted + up.to(tl.float32), code, scale
+        return drawn_up(t, tiles.hash_sums(start, k0, SHAPE, BLOCK), k1), code, scale
     if MODE == LEAST_SQUARES:
         most = tl.where(roomy, QMAX + 1.0, QMAX * 1.0)
         t = tl.minimum(tl.maximum(t, -QMAX * 1.0), tiles.row(most))

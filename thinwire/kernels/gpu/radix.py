@@ -1,11 +1,9 @@
 """The k-th largest magnitude in Triton: 11 leading bits, then 10, then 10, without a host synchronisation. Of bfloat16
 only four bits are left after the first 11, of float16 seven.
 
-On a card every program counts in a table of its shared memory (shared_table.py). The interpreter takes another way:
-the first histogram counts a tile by ballots, over a window of 16 octaves below the tile's largest value; smaller
-values, rarely there, take another round. The refining ones see few values, those that share the leading bits. Few bins
-they count by ballots, many they add straight to the table in memory, all but the smallest and largest bin of the tile:
-zeros, and tensors of few values, would queue at one address.
+One kernel per round: every program counts in a table of its shared memory (shared_table.py) and adds that to one table
+in memory; the program that comes last looks in which bin the k-th lies. A round may read all values, a sample of them,
+or candidates, if they hold the k largest, which is known on the card only, and all values if not.
 """
 
 from __future__ import annotations
@@ -13,178 +11,147 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.interpreter import InterpretedFunction
 
 from thinwire.kernels.gpu import shared_table
-from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch
-from thinwire.kernels.gpu.scalar import MAGNITUDE, bits_of, widen
+from thinwire.kernels.gpu.scalar import INTERPRETED, MAGNITUDE, bits_of, widen
 from thinwire.kernels.select import BINS, HISTOGRAM_SHIFT
 
-SIZE = 4096  # values a program handles
-WINDOW = 128  # bins counted at a time, eight to an octave
-REFINE = {torch.float32: (10, 10), torch.float16: (7,), torch.bfloat16: (4,)}  # bits that each later one resolves
-FEW = 128  # bins that are counted by ballots
-SHARED = True  # count in shared memory, but for the interpreter
-SHARED_SIZE, SHARED_WARPS, SHARED_PROGRAMS = 4096, 8, 528  # values at a time, warps of a program, programs
+REFINE = {torch.float32: (10, 10), torch.float16: (7,), torch.bfloat16: (4,)}  # bits that each later round resolves
+SIZE, WARPS, PROGRAMS = 4096, 8, 528  # values at a time, warps of a program, programs
+PREFIX, RANK, DONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what `state` holds
+STATE = 3
 
 
 @triton.jit
-def unless(skip, n, GUARDED: tl.constexpr):
-    """n as int64; with GUARDED zero where skip[0]."""
-    if GUARDED:
-        return tl.where(tl.load(skip), 0, n).to(tl.int64)
-    return n.to(tl.int64)
+def fits(found, k, room):
+    """Do found[0] candidates, for whom there was `room`, hold the k largest?"""
+    count = tl.load(found)
+    return (count >= k) & (count <= room)
 
 
-@triton.jit(do_not_specialize=["n", "programs"])
-def _histogram_shared(
-    x, counts, skip, n, programs, SHIFT: tl.constexpr, SIZE: tl.constexpr, GUARDED: tl.constexpr, THREADS: tl.constexpr
-):  # fmt: skip
-    """`_histogram`, in shared memory."""
-    n = unless(skip, n, GUARDED)
-    start = tl.program_id(0).to(tl.int64) * SIZE
-    if start < n:
-        table = shared_table.new_table(THREADS)
-        while start < n:
-            bins = (bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE) >> SHIFT
-            if start + SIZE > n:
-                shared_table.add_some(table, bins, start + tl.arange(0, SIZE) < n)
-            else:
-                shared_table.add_ones(table, bins)
-            start += programs.to(tl.int64) * SIZE
-        shared_table.add_to_memory(table, counts, 1 << (31 - SHIFT))
+@triton.jit
+def _bins(values, SHIFT: tl.constexpr):
+    return (bits_of(widen(values)) & MAGNITUDE) >> SHIFT
 
 
-@triton.jit(do_not_specialize=["n", "programs"])
-def _refine_shared(
-    x, counts, state, skip, n, programs, SHIFT: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-    GUARDED: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
-    """`_refine`, in shared memory."""
-    n = unless(skip, n, GUARDED)
-    start = tl.program_id(0).to(tl.int64) * SIZE
-    if start < n:
-        table = shared_table.new_table(THREADS)
-        prefix = tl.load(state).to(tl.int32)
-        while start < n:
-            bits = bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE
-            match = (start + tl.arange(0, SIZE) < n) & ((bits >> (SHIFT + WIDTH)) == prefix)
-            shared_table.add_some(table, (bits >> SHIFT) & ((1 << WIDTH) - 1), match)
-            start += programs.to(tl.int64) * SIZE
-        shared_table.add_to_memory(table, counts, 1 << WIDTH)
-
-
-@triton.jit(do_not_specialize=["n", "programs"])
-def _histogram(
-    x, counts, skip, n, programs, SHIFT: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, GUARDED: tl.constexpr
-):  # fmt: skip
-    """counts[|x| bits >> SHIFT] += 1. GUARDED: nothing where skip[0]."""
-    n = unless(skip, n, GUARDED)
-    start = tl.program_id(0).to(tl.int64) * SIZE
-    while start < n:
-        inside = start + tl.arange(0, SIZE) < n
-        bins = (bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE) >> SHIFT
-        tl.atomic_add(counts, tl.sum((inside & (bins == 0)).to(tl.int32)).to(tl.int64), sem="relaxed")
-        top = tl.max(bins)  # bins beyond n hold zeros
-        while top > 0:
-            low = tl.maximum(top - (WINDOW - 1), 1)
-            found = tl.histogram(bins - low, WINDOW, mask=(bins >= low) & (bins <= top))
-            place = low + tl.arange(0, WINDOW)
-            tl.atomic_add(counts + place, found.to(tl.int64), mask=found > 0, sem="relaxed")
-            top = tl.max(tl.where(bins < low, bins, 0))
-        start += programs.to(tl.int64) * SIZE
-
-
-@triton.jit(do_not_specialize=["n", "programs"])
-def _refine(
-    x, counts, state, skip, n, programs, SHIFT: tl.constexpr, WIDTH: tl.constexpr, FEW: tl.constexpr,
-    SIZE: tl.constexpr, GUARDED: tl.constexpr,
-):  # fmt: skip
-    """counts[(|x| bits >> SHIFT) mod 2^WIDTH] += 1 for the values whose bits before those are state[0]."""
-    n = unless(skip, n, GUARDED)
-    start = tl.program_id(0).to(tl.int64) * SIZE
-    while start < n:
-        bits = bits_of(widen(tiles.read_run(x, start, n, SIZE))) & MAGNITUDE
-        match = (start + tl.arange(0, SIZE) < n) & ((bits >> (SHIFT + WIDTH)) == tl.load(state).to(tl.int32))
-        bins = (bits >> SHIFT) & ((1 << WIDTH) - 1)
-        if 1 << WIDTH <= FEW:
+@triton.jit
+def _count_part(x, table, counts, place, n, prefix, SHIFT: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr):
+    """Count values at `place`, of those whose bits before the WIDTH counted ones are `prefix`. FULL: all are below n,
+    and there are no bits before."""
+    if FULL and not INTERPRETED:
+        shared_table.add_ones(table, _bins(tl.load(x + place), SHIFT))
+    else:
+        bits = _bins(tl.load(x + place, mask=place < n, other=0), SHIFT)
+        bins, match = bits & ((1 << WIDTH) - 1), (place < n) & ((bits >> WIDTH) == prefix)
+        if INTERPRETED:
             found = tl.histogram(bins, 1 << WIDTH, mask=match)
             tl.atomic_add(counts + tl.arange(0, 1 << WIDTH), found.to(tl.int64), mask=found > 0, sem="relaxed")
         else:
-            _add_spread(counts, bins, match, WIDTH, SIZE)
+            shared_table.add_some(table, bins, match)
+
+
+@triton.jit
+def _count_all(
+    x, table, counts, n, programs, prefix, SHIFT: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
+    EVERY: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """A program's share. EVERY: only the first RUN of every EVERY · RUN values; n: of the values that are counted."""
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    while start < n:
+        place = start + tl.arange(0, SIZE)
+        if EVERY > 1:
+            at = place // RUN * (RUN * EVERY) + place % RUN
+            _count_part(x, table, counts, at, n * EVERY, prefix, SHIFT, WIDTH, False)
+        elif SHIFT + WIDTH == 31 and start + SIZE <= n:
+            _count_part(x, table, counts, place, n, prefix, SHIFT, WIDTH, True)
+        else:
+            _count_part(x, table, counts, place, n, prefix, SHIFT, WIDTH, False)
         start += programs.to(tl.int64) * SIZE
 
 
 @triton.jit
-def _add_spread(counts, bins, match, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """counts[bins] += 1 where `match`, straight in memory but for the smallest and the largest bin."""
-    least, most = tl.min(tl.where(match, bins, 1 << WIDTH)), tl.max(tl.where(match, bins, -1))
-    if most >= 0:
-        smallest = tl.sum((match & (bins == least)).to(tl.int32)).to(tl.int64)
-        tl.atomic_add(counts + least, smallest, sem="relaxed")
-        if most > least:
-            largest = tl.sum((match & (bins == most)).to(tl.int32)).to(tl.int64)
-            tl.atomic_add(counts + most, largest, sem="relaxed")
-            between = match & (bins > least) & (bins < most)
-            tl.atomic_add(counts + bins, tl.full([SIZE], 1, tl.int64), mask=between, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["k"])
-def _narrow(counts, state, k, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """Append the bin that holds the k-th largest to the bits state[0]; state[1]: its rank inside that bin."""
+def _narrow(counts, state, rank, prefix, WIDTH: tl.constexpr):
+    """Append the bin that holds the `rank`-th largest to the bits `prefix`; its rank inside that bin. Both are kept."""
     bins = tl.arange(0, 1 << WIDTH)
-    count = tl.load(counts + bins)
-    rank = k if FIRST else tl.load(state + 1)
-    prefix = 0 if FIRST else tl.load(state)
+    count = tl.load(counts + bins, volatile=True)
     at_or_above = tl.sum(count) - tl.cumsum(count, axis=0) + count
     place = tl.sum((at_or_above >= rank).to(tl.int32)) - 1
-    tl.store(state, (prefix << WIDTH) | place)
-    tl.store(state + 1, rank - tl.sum(tl.where(bins > place, count, 0)))
+    whole = (prefix.to(tl.int64) << WIDTH) | place
+    tl.store(state + PREFIX, whole)
+    tl.store(state + RANK, rank - tl.sum(tl.where(bins > place, count, 0)))
+    return whole
+
+
+@triton.jit
+def _write_value(out, prefix, SHIFT: tl.constexpr):
+    """out[0]: the magnitude with the leading bits `prefix`."""
+    bits = (prefix << SHIFT).to(tl.int32)
+    if out.dtype.element_ty == tl.bfloat16:
+        tl.store(out, (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True))
+    else:
+        tl.store(out, bits.to(tl.float32, bitcast=True).to(out.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["n", "room", "programs", "k"])
+def _count(
+    x, others, found, counts, state, out, n, room, programs, k, SHIFT: tl.constexpr, WIDTH: tl.constexpr,
+    NARROW: tl.constexpr, EITHER: tl.constexpr, RUN: tl.constexpr, EVERY: tl.constexpr, SIZE: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """counts[(|x| bits >> SHIFT) mod 2^WIDTH] += 1 for the values whose bits before those are state[PREFIX]. EITHER: of
+    others[: found[0]] if these hold the k largest. NARROW: what _narrow and _write_value do, by the last program."""
+    FIRST: tl.constexpr = SHIFT + WIDTH == 31
+    prefix = 0 if FIRST else tl.load(state + PREFIX).to(tl.int32)
+    rank = k.to(tl.int64) if FIRST else tl.load(state + RANK)
+    table = 0 if INTERPRETED else shared_table.new_table(THREADS)
+    if EITHER:
+        if fits(found, k, room):
+            few = tl.load(found)
+            _count_all(others, table, counts, few, programs, prefix, SHIFT, WIDTH, RUN, EVERY, SIZE)
+        else:
+            _count_all(x, table, counts, n, programs, prefix, SHIFT, WIDTH, RUN, EVERY, SIZE)
+    else:
+        _count_all(x, table, counts, n, programs, prefix, SHIFT, WIDTH, RUN, EVERY, SIZE)
+    if not INTERPRETED:
+        shared_table.add_to_memory(table, counts, 1 << WIDTH)
+    if NARROW:
+        tl.debug_barrier()
+        if tl.atomic_add(state + DONE, 1, sem="acq_rel") == programs - 1:
+            tl.store(state + DONE, 0)
+            whole = _narrow(counts, state, rank, tl.full([], 0, tl.int32) + prefix, WIDTH)
+            _write_value(out, whole, SHIFT)
 
 
 def histogram(x):
     """`histogram` of kernels/select.py, by Triton."""
-    counts = torch.zeros(BINS, dtype=torch.int64, device=x.device)
-    _count_leading(x, counts)
-    return counts
+    counts = torch.zeros(BINS + STATE, dtype=torch.int64, device=x.device)
+    _round(x, counts, counts[BINS:], x, 0, HISTOGRAM_SHIFT, 31 - HISTOGRAM_SHIFT, NARROW=False)
+    return counts[:BINS]
 
 
-LOOKING = 528  # programs that look whether there is anything to do
+def kth(x, k, few=None, every=1, run=1, rough=False):
+    """(0-d, x's dtype: the k-th largest magnitude; state, int64 on the card: its bits without the last `low`, and how
+    many of the entries equal to it belong to the k largest; low).
 
-
-def _count_leading(x, counts, skip=None):
-    _count(_histogram, _histogram_shared, x, (counts,), skip, {"WINDOW": WINDOW}, {"SHIFT": HISTOGRAM_SHIFT})
-
-
-def _count(by_ballots, in_shared_memory, x, tensors, skip, of_ballots, constants):
-    """Launch one of the two."""
-    n, size, guarded = x.numel(), SIZE, {"GUARDED": skip is not None}
-    shared = SHARED and not isinstance(in_shared_memory, InterpretedFunction)
-    if shared:
-        size, kernel, more = SHARED_SIZE, in_shared_memory, {"THREADS": 32 * SHARED_WARPS, "warps": SHARED_WARPS}
-    else:
-        kernel, more = by_ballots, of_ballots
-    programs = triton.cdiv(n, size)
-    if skip is not None or shared:
-        programs = min(programs, LOOKING if skip is not None else SHARED_PROGRAMS)
-    given = x, *tensors, x if skip is None else skip, n, programs
-    launch(kernel, programs, *given, **constants, SIZE=size, **guarded, **more)
-
-
-def kth_bits(x, k, skip=None, rough=False):
-    """(int64[2] on the device: the k-th largest magnitude's bits without the last `low`, and how many of the
-    entries equal to it belong to the k largest; low). skip: 0-d bool on the device; where true nothing is done.
-    rough: 21 leading bits are enough."""
-    widths = REFINE[x.dtype][:1] if rough else REFINE[x.dtype]
-    counts = torch.zeros(BINS + sum(1 << width for width in widths), dtype=torch.int64, device=x.device)
-    state = torch.empty(2, dtype=torch.int64, device=x.device)
-    _count_leading(x, counts, skip)
-    launch(_narrow, 1, counts, state, k, FIRST=True, WIDTH=31 - HISTOGRAM_SHIFT, warps=8)
-    low, table = HISTOGRAM_SHIFT, counts[BINS:]
+    few: (candidates, int64[1] on the card: how many of them there are), which are read instead if they hold the k
+    largest. every, run: of the first `run` of every `every · run` values only. rough: 21 leading bits are enough.
+    """
+    widths = (31 - HISTOGRAM_SHIFT, *(REFINE[x.dtype][:1] if rough else REFINE[x.dtype]))
+    counts = torch.zeros(STATE + sum(1 << width for width in widths), dtype=torch.int64, device=x.device)
+    out, low, table, state = torch.empty((), dtype=x.dtype, device=x.device), 31, counts[STATE:], counts
     for width in widths:
         low -= width
-        _count(_refine, _refine_shared, x, (table, state), skip, {"FEW": FEW}, {"SHIFT": low, "WIDTH": width})
-        launch(_narrow, 1, table, state, k, FIRST=False, WIDTH=width)
+        _round(x, table, state, out, k, low, width, few, every, run, NARROW=True)
         table = table[1 << width :]
-    return state, low
+    return out, state, low
+
+
+def _round(x, counts, state, out, k, shift, width, few=None, every=1, run=1, **constants):
+    """One launch of `_count`."""
+    n = x.numel() // (every * run) * run if every > 1 else x.numel()
+    others, found = (x, state) if few is None else few
+    programs = max(min(triton.cdiv(n, SIZE), PROGRAMS), 1)
+    arguments = x, others, found, counts, state, out, n, others.numel(), programs, k
+    constants |= {"SHIFT": shift, "WIDTH": width, "EITHER": few is not None, "RUN": run, "EVERY": every}
+    launch(_count, programs, *arguments, **constants, SIZE=SIZE, THREADS=32 * WARPS, warps=WARPS)

@@ -57,19 +57,7 @@ def narrow(x, DTYPE: tl.constexpr):
 def hash32(position, k0, k1):
     """random.hash32 of int64 positions, as uint32; k0, k1: the seed's keys as int32."""
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
-    return _mixed(low * GOLDEN + (high * MUL1 + k0.to(tl.uint32)), k1)
-
-
-@triton.jit
-def hash32_near(start, offset, k0, k1):
-    """hash32(start + offset) for int32 offsets that do not carry into the high word: start's share is one scalar."""
-    return _mixed(golden(offset) + hash_start(start, k0), k1)
-
-
-@triton.jit
-def hash_sum(sums, k1):
-    """hash32 of start + offset, of golden(offset) + hash_start(start, k0): an offset that is a sum costs no product."""
-    return _mixed(sums, k1)
+    return hash_sum(low * GOLDEN + (high * MUL1 + k0.to(tl.uint32)), k1)
 
 
 @triton.jit
@@ -86,35 +74,32 @@ def hash_start(start, k0):
 
 
 @triton.jit
-def _mixed(h, k1):
+def hash_sum(h, k1):
+    """hash32 of start + offset, of golden(offset) + hash_start(start, k0): an offset that is a sum costs no product."""
     h = (h ^ (h >> 16)) * MUL1
-    h = h ^ k1.to(tl.uint32) ^ (h >> 15)
-    h = h * MUL2
+    h = (h ^ k1.to(tl.uint32) ^ (h >> 15)) * MUL2
     return h ^ (h >> 15)
 
 
 @triton.jit
-def drawn(h):
-    """A 32-bit hash as 2²⁴ times a number in [0, 1)."""
-    return (h >> 8).to(tl.int32).to(tl.float32)
+def drawn_up(t, h, k1):
+    """⌈t − u⌉, lifted by ROUNDER; h: as `hash_sum` takes it; u: the number drawn, its hash's first 23 bits.
 
-
-@triton.jit
-def rounded_down(t):
-    """⌊t⌋ for |t| < 2²², lifted by ROUNDER; on the card by an addition that rounds down."""
+    t − u rounded up crosses no whole number, so two sums that round up are exact. A unit that shifts is busier than one
+    that multiplies: one of the shifts is the high word of a product.
+    """
     if INTERPRETED:
-        near = as_float(rounded(t))
-        return near - (near > t).to(tl.float32) + ROUNDER
+        u = (hash_sum(h, k1) >> 9).to(tl.float64) * 1.1920928955078125e-07  # 2^-23
+        return tl.math.ceil(t.to(tl.float64) - u).to(tl.float32) + ROUNDER
+    # one program in the grid's second direction, which the assembler does not know: it would make shifts of products
+    one = tl.inline_asm_elementwise("mov.u32 $0, %nctaid.y;", "=r,r", [k1], tl.int32, is_pure=True, pack=1)
+    h = (h ^ tl.umulhi(h, (one << 16).to(tl.uint32))) * MUL1
+    h = (h ^ k1.to(tl.uint32) ^ (h >> 15)) * MUL2
+    above_one = ((h >> 9) ^ (h >> 24)) | 0x3F800000  # 1 + u
     return tl.inline_asm_elementwise(
-        "add.rm.f32 $0, $1, 0f4B400000;", "=f,f", [t], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def above(t, lifted):
-    """2²⁴ · (t − ⌊t⌋), rounded once: of a lifted ⌊t⌋. Both products are exact, and so is the first sum."""
-    minus_low = multiply_add(lifted, -16777216.0, 211106232532992.0)  # ROUNDER · 2²⁴
-    return multiply_add(t, 16777216.0, minus_low)
+        "{ .reg .f32 d; sub.rp.f32 d, $1, $2; add.rp.f32 $0, d, 0f4B400001; }", "=f,f,f",
+        [t, above_one.to(tl.float32, bitcast=True)], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -18,9 +18,7 @@ from thinwire.kernels.gpu.scalar import (
     MAGNITUDE,
     bits_of,
     golden,
-    hash32,
     hash_start,
-    hash_sum,
     multiply_add,
     narrow,
     reciprocal,
@@ -59,13 +57,13 @@ def inside(start, n, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def hashes(start, k0, k1, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
-    """uint32[PARTS, ROWS, WIDTH]: hash32 of the places of a tile that begins at value `start`."""
+def hash_sums(start, k0, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+    """uint32[PARTS, ROWS, WIDTH]: what `hash_sum` takes, of the places of a tile that begins at value `start`."""
     if (SHAPE[1] * BLOCK) & (SHAPE[1] * BLOCK - 1) == 0:  # no carry into the high word inside a tile
         rows = golden(tl.arange(0, SHAPE[1]) * BLOCK) + hash_start(start, k0)
         parts, width = golden(tl.arange(0, SHAPE[0]) * SHAPE[2]), golden(tl.arange(0, SHAPE[2]))
-        return hash_sum(parts[:, None, None] + width[None, None, :] + rows[None, :, None], k1)
-    return hash32(start + offsets(SHAPE, BLOCK), k0, k1)
+        return parts[:, None, None] + width[None, None, :] + rows[None, :, None]
+    return hash_start(start + offsets(SHAPE, BLOCK), k0)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from thinwire.train.members.state import Shared
 
 LARGE = 64 << 20  # bytes of weights and moments above which others do not wait for them
 MOMENTS = 3  # a state has so many times the bytes of its weights
+FIELDS = 4  # tensors at most that an optimiser keeps per parameter
 SLACK = 1 << 20  # bytes
 POLL = 0.1  # seconds between two looks whether the state has come, after the last step
 GRADIENT = "{}.safetensors"  # a step's means
@@ -56,6 +57,7 @@ class Late:
             left.unlink()
         self.optimise = optimise
         self.fetching: Fetching | None = None
+        self.asked = 0  # members in vain, so that the next one is another
         self.kept: dict[int, tuple[float, float]] = {}  # step → rate, norm
         self.members = [True]  # by place: is it whole, as all know it, so that it has samples?
         self.donors: list[str] = []  # where whole members serve this rank's part of the state
@@ -115,8 +117,10 @@ class Late:
         if now is None or now.failed or (now.metadata not in self.donors and not now.done):
             if now is not None:
                 now.close()
+                self.asked += 1
             largest = max(p.nbytes for p in self.shared.named.values())
-            self.fetching = Fetching(self.donors[int(self.healing.token, 16) % len(self.donors)], largest + SLACK)
+            donor = self.donors[(int(self.healing.token, 16) + self.asked) % len(self.donors)]
+            self.fetching = Fetching(donor, largest + SLACK, (1 + FIELDS) * len(self.shared.named))
 
     def keep(self, step: int, rate: float, norm: float) -> None:
         """The means in .grad, of a step that counted."""

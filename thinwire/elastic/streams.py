@@ -8,6 +8,7 @@ The copy is taken at the beginning of a step, when somebody has asked for it.
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from thinwire.elastic.fetching import Fetch, send_from
 from thinwire.elastic.packing import pack, unpack
+from thinwire.errors import UsageError
+
+log = logging.getLogger("thinwire")
 
 LONGEST = 600.0  # seconds for which a newcomer waits for the next step of the member that it has asked
 STALLED = 30.0  # seconds without a byte of a state after which its connection is made anew
@@ -39,7 +43,9 @@ class Stream:
         try:
             for name in list(self.copies):
                 self.pieces += pack({name: self.copies.pop(name)})
-        finally:  # where it failed, the stream ends too early, and the newcomer asks anew
+        except (UsageError, MemoryError) as error:  # the stream ends too early, and the newcomer asks another member
+            log.warning("thinwire: a newcomer cannot be sent the state: %s", error)
+        finally:
             self.packed.set()
 
     def send(self, connection: socket.socket, offset: int) -> int:

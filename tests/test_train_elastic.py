@@ -86,6 +86,14 @@ def test_a_member_is_killed_and_comes_again_and_the_run_is_resumed(tmp_path, cap
     texts = [event["text"] for event in found if event["kind"] == "member"]
     assert any(text.startswith("host2 died and came again; 3 members") for text in texts), texts
     assert any(text.startswith("host2 took the others' state") for text in texts), texts
+    rolls = [event["step"] for event in found if "members:" in event.get("text", "")]
+    assert len(rolls) == len(set(rolls)), "who has joined does not know who was there before, and is not asked"
+    seconds = [event["seconds"] for event in found if event["kind"] == "step"]
+    assert seconds == sorted(set(seconds)), "time goes on, whoever is the first to note a step"
+    for number in (1, 2, 3):
+        own = {e["step"]: e["seconds"] for e in read_events(out / f"host{number}" / "metrics.jsonl") if "loss" in e}
+        assert all(seconds[step - 1] == time for step, time in own.items()), "and is the same on all members"
+    assert not (out / "members-ended").exists()
     assert cli.main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "<h2>Members</h2>" in page and "host2 died and came again" in page and "took part in steps" in page
@@ -218,10 +226,26 @@ def test_a_state_that_comes_late_and_the_steps_since_then_give_the_same_bits(tmp
     said = newcomer.late.wait_to_the_end(6, 60.0)
     assert re.fullmatch(r"took the others' state after step [34], \d+ bytes, and repeated [23] steps", said), said
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(newcomer.bits(), member.bits(), strict=True))
-    assert newcomer.late.shared.digest() == member.late.shared.digest() and not list((tmp_path / "b").iterdir())
+    assert newcomer.late.shared.digest() == member.late.shared.digest() and not (tmp_path / "b").exists()
     newcomer.late.begin()
     with pytest.raises(RunFailed, match="all members that had the state are gone"):
         newcomer.late.meet([newcomer.late.about()])
+
+
+def test_where_a_member_does_not_answer_another_one_is_asked(tmp_path):
+    """The first of the two that have the state is cut off, and is still a member as far as anybody knows."""
+    member, newcomer = Rank(tmp_path / "a"), Rank(tmp_path / "b")
+    about = json.dumps(json.loads(member.healing.metadata()) | {"port": 9})
+    newcomer.healing.token = f"{0:032x}"
+    newcomer.late.begin()
+    newcomer.late.meet([(True, about), member.late.about(), newcomer.late.about()])
+    deadline = time.monotonic() + 60
+    while not member.healing.wanted and time.monotonic() < deadline:
+        newcomer.late.proceed(0)
+        time.sleep(0.01)
+    member.late.offer(0)
+    assert newcomer.late.wait_to_the_end(0, 60.0).startswith("took the others' state after step 0")
+    assert newcomer.late.shared.digest() == member.late.shared.digest()
 
 
 def test_a_step_is_dealt_out_in_whole_micro_batches():

@@ -142,7 +142,8 @@ class Keeper:
             return "done"
         lines = (self.home / f"member{self.rank}.{self.life}.err").read_text().splitlines()
         kind = "error: " if os.waitstatus_to_exitcode(status) == 2 else f"TRACEBACK ({status}): "
-        return kind + (lines[-1] if lines else "nothing was said")[:300]
+        ours = [line for line in lines if line.startswith("thinwire:")]  # torchft's log may come after it
+        return kind + (ours or lines or ["nothing was said"])[-1][:300]
 
     def _kill(self) -> str:
         """Of a member that hangs: where it was."""

@@ -118,7 +118,8 @@ class Hosts:
         if status is not None and status < 0:
             return f"killed ({status})"
         kind = "TRACEBACK: " if any(line.startswith("Traceback") for line in lines) else "error: "
-        return kind + (lines[-1] if lines else "nothing was said")[:300]
+        ours = [line for line in lines if line.startswith("thinwire:")]  # torchft's log may come after it
+        return kind + (ours or lines or ["nothing was said"])[-1][:300]
 
 
 def steps_of(out: Path) -> int:

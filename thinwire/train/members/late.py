@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,5 @@ class Late:
         for step in self.kept:
             (self.folder / GRADIENT.format(step)).unlink(missing_ok=True)
         self.kept.clear()
+        with suppress(OSError):  # there was none
+            self.folder.rmdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import logging
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from thinwire.elastic.alarm import Alarm
 from thinwire.elastic.alarmed import AlarmedMembers, meet
 from thinwire.elastic.aside import within
+from thinwire.elastic.require import OneLine, require_torchft
 
 LIMIT = 60.0  # seconds until a test is given up
 HOST = "127.0.0.1"
@@ -217,3 +219,16 @@ def test_a_sum_that_is_started_is_left_when_the_alarm_rings():
     second.alarm.ring("it gives up")
     (said,) = all_at_once([work.wait])
     assert isinstance(said, RuntimeError) and str(said) == "member 1 gave the step up" and x.tolist() == [1.0] * 4
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
+def test_torchfts_log_has_no_tracebacks_of_what_is_usual(caplog):
+    require_torchft()
+    require_torchft()
+    logger = logging.getLogger("torchft.manager")
+    assert sum(isinstance(one, OneLine) for one in logger.filters) == 1
+    try:
+        raise ConnectionError("pulled")
+    except ConnectionError as error:
+        logger.exception(f"got exception in pg configure: {error}")
+    assert "pulled" in caplog.text and "Traceback" not in caplog.text

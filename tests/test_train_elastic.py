@@ -214,7 +214,7 @@ def test_a_state_that_comes_late_and_the_steps_since_then_give_the_same_bits(tmp
     assert newcomer.late.shared.digest() != member.late.shared.digest()
     newcomer.late.begin()
     assert newcomer.late.shared.digest() == "", "who has no state must not be taken for one with the same"
-    newcomer.late.meet([member.late.about(), newcomer.late.about()])
+    assert newcomer.late.meet([member.late.about(), newcomer.late.about()], 60.0) == ""
     assert newcomer.late.members == [True, False]
     assert newcomer.late.proceed(3) == ""
     for number in range(3, 6):
@@ -228,8 +228,12 @@ def test_a_state_that_comes_late_and_the_steps_since_then_give_the_same_bits(tmp
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(newcomer.bits(), member.bits(), strict=True))
     assert newcomer.late.shared.digest() == member.late.shared.digest() and not (tmp_path / "b").exists()
     newcomer.late.begin()
+    nobody = "nobody who is there has the others' state"
+    assert newcomer.late.meet([newcomer.late.about()], 60.0) == nobody, "those who have it may come back"
     with pytest.raises(RunFailed, match="all members that had the state are gone"):
-        newcomer.late.meet([newcomer.late.about()])
+        newcomer.late.meet([newcomer.late.about()], 0.01)
+    assert newcomer.late.meet([newcomer.late.about(), member.late.about()], 0.0) == ""
+    assert newcomer.late.meet([newcomer.late.about()], 60.0) == nobody, "the time begins anew"
 
 
 def test_where_a_member_does_not_answer_another_one_is_asked(tmp_path):
@@ -238,7 +242,7 @@ def test_where_a_member_does_not_answer_another_one_is_asked(tmp_path):
     about = json.dumps(json.loads(member.healing.metadata()) | {"port": 9})
     newcomer.healing.token = f"{0:032x}"
     newcomer.late.begin()
-    newcomer.late.meet([(True, about), member.late.about(), newcomer.late.about()])
+    newcomer.late.meet([(True, about), member.late.about(), newcomer.late.about()], 60.0)
     deadline = time.monotonic() + 60
     while not member.healing.wanted and time.monotonic() < deadline:
         newcomer.late.proceed(0)

@@ -29,7 +29,7 @@ LARGE = 64 << 20  # bytes of weights and moments above which others do not wait 
 MOMENTS = 3  # a state has so many times the bytes of its weights
 FIELDS = 4  # tensors at most that an optimiser keeps per parameter
 SLACK = 1 << 20  # bytes
-POLL = 0.1  # seconds between two looks whether the state has come, after the last step
+POLL = 0.1  # seconds between two looks whether the state has come, or somebody who has it
 GRADIENT = "{}.safetensors"  # a step's means
 
 
@@ -58,6 +58,7 @@ class Late:
             left.unlink()
         self.optimise = optimise
         self.fetching: Fetching | None = None
+        self.orphaned: float | None = None  # the time since which nobody who is there has the state
         self.asked = 0  # members in vain, so that the next one is another
         self.kept: dict[int, tuple[float, float]] = {}  # step → rate, norm
         self.members = [True]  # by place: is it whole, as all know it, so that it has samples?
@@ -77,12 +78,19 @@ class Late:
         """What members tell each other: is this one whole, and where its state can be had."""
         return self.is_whole, self.healing.metadata()
 
-    def meet(self, present: Sequence[Sequence[Any]]) -> None:
-        """Members have met. present: `about` of everybody. RunFailed where nobody has the state."""
+    def meet(self, present: Sequence[Sequence[Any]], patience: float) -> str:
+        """Members have met: why they cannot make a step; "" where they can. Where nobody has the state, those who have
+        may come back. present: `about` of everybody. RunFailed where nobody has had it for so many seconds."""
         self.members = [whole for whole, _ in present]
         self.donors = [where for whole, where in present if whole]
-        if not self.donors:
+        if self.donors:
+            self.orphaned = None
+            return ""
+        self.orphaned = self.orphaned or time.monotonic()
+        if any_rank(time.monotonic() > self.orphaned + patience):
             raise RunFailed("all members that had the state are gone: start anew, or from a checkpoint with --resume")
+        time.sleep(POLL)
+        return "nobody who is there has the others' state"
 
     def share(self, batches: Batches, place: int, unit: int) -> None:
         """Deal the samples to those who are whole. place: this member's. unit: sequences that stay together."""

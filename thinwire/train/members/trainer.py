@@ -42,7 +42,7 @@ from thinwire.train.stop import StopRequest
 from thinwire.train.tune.selection import select
 
 ATTEMPTS = 3
-PATIENCE = 60.0  # seconds for which a member that is through serves its state to who is fetching it
+PATIENCE = 60.0  # seconds: a member that is through serves its state, and others wait for one that has it
 
 
 class MemberTrainer:
@@ -194,7 +194,7 @@ class MemberTrainer:
             raise RunFailed(f"step {self.step + 1} gave NaN or Inf {ATTEMPTS} times in a row: lower [optim] lr")
 
     def _meet(self) -> bool:
-        """Learn who is there, where that has changed. False: a rank of this member cannot, and so none takes part."""
+        """Learn who is there, where that has changed. False: no rank of this member takes part in the step."""
         if self.quorum.number == self.met:
             return True
         present: list[Any] = []
@@ -204,11 +204,11 @@ class MemberTrainer:
             present = gather_json([self.name, self.quorum.healing.token[:8], *self.late.about()], self.quorum)
         except RuntimeError as error:
             self.quorum.report(error)
-        if any_rank(not present):
-            self.quorum.report(InvalidExchange("another rank of this member has no connections"))
+        lost = "another rank of this member has no connections" if any_rank(not present) else ""
+        if why := lost or self.late.meet([about for _, _, *about in present], PATIENCE):
+            self.quorum.report(InvalidExchange(why))
             return False
         self.met = self.quorum.number
-        self.late.meet([about for _, _, *about in present])
         line = self.roll.meet([(name, life) for name, life, *_ in present])
         if line is not None:
             self._write("member", text=line, members=self.roll.names, joined=self.healed)

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,6 +178,22 @@ def test_ranks_of_a_member_with_different_states_take_another_members(monkeypatc
     one = Torn(came=False)
     one.begin()
     assert one.fell == 0, "equal states are kept"
+
+
+def test_why_a_member_takes_no_part_is_one_line(monkeypatch, caplog):
+    """torchft's text of an error has its traceback in it."""
+    manager_module = pytest.importorskip("torchft.manager")
+    one = Torn(came=True)
+    try:
+        raise TimeoutError("no answer within 5 s")
+    except TimeoutError as error:
+        found = manager_module.ExceptionWithTraceback(error)
+    assert "Traceback" in str(found)
+    monkeypatch.setattr(quorum_module, "world", lambda group: (1, 0))
+    monkeypatch.setattr(Torn, "errored", lambda self: found)
+    one.connections = SimpleNamespace(shutdown=lambda: None)
+    one.begin()
+    assert caplog.messages == ["thinwire: this member takes no part in a step: no answer within 5 s"]
 
 
 class Rank:

@@ -169,8 +169,10 @@ class Quorum(AlarmedMembers, Elastic):
             raise RunFailed(
                 "the ranks of this member have states of different steps, and no other member has a newer one"
             )
-        if self.manager.errored() is not None:  # the state did not come, or the connections: take no part
-            log.warning("thinwire: this member takes no part in a step: %s", self.manager.errored())
+        error = self.manager.errored()
+        if error is not None:  # the state did not come, or the connections: take no part
+            why = getattr(error, "original_exception", error)  # torchft's text of it has the traceback too
+            log.warning("thinwire: this member takes no part in a step: %s", why)
             self.connections.shutdown()
 
     def _compare_ranks(self) -> None:

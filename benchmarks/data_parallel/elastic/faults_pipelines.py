@@ -120,7 +120,7 @@ class Hosts:
             return f"killed ({status})"
         begins = [place for place, line in enumerate(lines) if line.startswith("Traceback")]
         kind = "TRACEBACK: " if begins else "error: "
-        self.where += ["\n".join(lines[begins[0] - 3 :])[:4000]] if begins else []
+        self.where += ["\n".join(lines[max(0, begins[0] - 3) :])[:4000]] if begins else []
         ours = [line for line in lines if line.startswith("thinwire:")]  # torchft's log may come after it
         return kind + (ours or lines or ["nothing was said"])[-1][:300]
 

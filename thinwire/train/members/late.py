@@ -29,6 +29,7 @@ LARGE = 64 << 20  # bytes of weights and moments above which others do not wait 
 MOMENTS = 3  # a state has so many times the bytes of its weights
 FIELDS = 4  # tensors at most that an optimiser keeps per parameter
 SLACK = 1 << 20  # bytes
+AWAY = 20.0  # seconds for which those without the state wait for somebody who has it
 POLL = 0.1  # seconds between two looks whether the state has come, or somebody who has it
 GRADIENT = "{}.safetensors"  # a step's means
 

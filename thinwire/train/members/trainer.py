@@ -33,7 +33,7 @@ from thinwire.train.members.checks import alone, unit
 from thinwire.train.members.clock import Clock
 from thinwire.train.members.gradients import COUNTED, Gradients
 from thinwire.train.members.inside import any_rank, held_out_loss
-from thinwire.train.members.late import Late, comes_later
+from thinwire.train.members.late import AWAY, Late, comes_later
 from thinwire.train.members.roll import Roll
 from thinwire.train.members.state import Numbers, Shared, checkpoint, restore
 from thinwire.train.metrics import Metrics
@@ -42,7 +42,7 @@ from thinwire.train.stop import StopRequest
 from thinwire.train.tune.selection import select
 
 ATTEMPTS = 3
-PATIENCE = 60.0  # seconds: a member that is through serves its state, and others wait for one that has it
+PATIENCE = 60.0  # seconds for which a member that is through serves its state to who is fetching it
 
 
 class MemberTrainer:
@@ -205,7 +205,7 @@ class MemberTrainer:
         except RuntimeError as error:
             self.quorum.report(error)
         lost = "another rank of this member has no connections" if any_rank(not present) else ""
-        if why := lost or self.late.meet([about for _, _, *about in present], PATIENCE):
+        if why := lost or self.late.meet([about for _, _, *about in present], AWAY):
             self.quorum.report(InvalidExchange(why))
             return False
         self.met = self.quorum.number

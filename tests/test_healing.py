@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import socket
+import threading
+import time
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -14,8 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from thinwire.elastic import healing
+from thinwire.elastic.fetching import Fetch
 from thinwire.elastic.healing import Healing
 from thinwire.elastic.packing import DTYPES, MAGIC, nbytes, pack, unpack
+from thinwire.elastic.streams import Fetching
 from thinwire.errors import UsageError
 
 SECOND = timedelta(seconds=1)
@@ -169,3 +175,77 @@ def test_without_the_token_or_for_another_step_nothing_is_sent(ends):
     with pytest.raises(ConnectionError):
         newcomer.recv_checkpoint(0, member.metadata(), 3, SECOND)
     assert member.sent == newcomer.received == 0
+
+
+def until(found: Callable[[], bool]) -> bool:
+    """Does it become so?"""
+    deadline = time.monotonic() + 60
+    while not found() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found()
+
+
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def test_who_serves_no_more_leaves_no_thread_and_takes_no_call():
+    before = threads_named("thinwire healing")
+    one = Healing("127.0.0.1", 1.0, lambda: 0)
+    address = one.listener.getsockname()
+    (thread,) = set(threads_named("thinwire healing")) - set(before)
+    one.shutdown()
+    thread.join(60)
+    assert not thread.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    one.shutdown()
+
+
+def stream(ends: tuple[Healing, Healing], state: dict[str, torch.Tensor], parts: int = 9) -> Fetching:
+    """The state, asked for by the newcomer and offered by the member."""
+    member, _ = ends
+    fetching = Fetching(member.metadata(), 1 << 20, parts)
+    assert until(lambda: member.wanted == 1)
+    member.offer(3, state)
+    return fetching
+
+
+def test_a_state_whose_packing_fails_and_one_of_too_many_tensors_are_errors_and_no_waits(ends, caplog):
+    late = stream(ends, {"x": torch.zeros(4), "y": torch.zeros(4, dtype=torch.complex64)})
+    late.thread.join(60)
+    assert late.failed and not late.done and late.state.keys() == {"x"}
+    assert "a newcomer cannot be sent the state: state['y'] is of type torch.complex64" in caplog.text
+    many = stream(ends, {str(i): torch.zeros(2) for i in range(10)})
+    many.thread.join(60)
+    assert many.failed == "10 tensors are announced, and at most 9 are expected"
+
+
+def test_a_state_that_is_not_wanted_any_more_is_not_waited_for(ends):
+    """Neither before the member has taken it, nor while the connection is being made."""
+    asked = Fetching(ends[0].metadata(), 1 << 20, 9)
+    assert until(lambda: ends[0].wanted == 1)
+    asked.close()
+    assert not asked.thread.is_alive() and asked.failed
+    late = Fetch(json.loads(ends[0].metadata()), {"stream": -1}, 60.0)
+    late.give_up()
+    with pytest.raises(ConnectionError, match="not wanted any more"):
+        late.read(memoryview(bytearray(1)))
+
+
+def test_a_copy_that_nobody_fetches_to_its_end_is_not_kept(ends, monkeypatch):
+    member, _ = ends
+    fetching = stream(ends, {str(i): torch.randn(200_000) for i in range(8)})
+    fetching.close()
+    assert until(lambda: not member.served)
+    assert member.stream is not None, "it may come back for the rest"
+    monkeypatch.setattr(healing, "KEPT", 0.0)
+    member.offer(4, {})
+    assert member.stream is None
+
+
+@pytest.mark.parametrize("tree", [{"tensor": -9}, {"tensor": "x"}, {"table": 3}, {"list": [3]}, {"a": 1}, [1], 7])
+def test_a_tree_that_is_none_is_refused(tree):
+    header = json.dumps({"tree": tree, "tensors": []}).encode()
+    with pytest.raises(ValueError):
+        unpack(reader(MAGIC + len(header).to_bytes(8, "little") + header), 100)

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,6 +87,14 @@ def test_a_member_is_killed_and_comes_again_and_the_run_is_resumed(tmp_path, cap
     texts = [event["text"] for event in found if event["kind"] == "member"]
     assert any(text.startswith("host2 died and came again; 3 members") for text in texts), texts
     assert any(text.startswith("host2 took the others' state") for text in texts), texts
+    rolls = [event["step"] for event in found if "members:" in event.get("text", "")]
+    assert len(rolls) == len(set(rolls)), "who has joined does not know who was there before, and is not asked"
+    seconds = [event["seconds"] for event in found if event["kind"] == "step"]
+    assert seconds == sorted(set(seconds)), "time goes on, whoever is the first to note a step"
+    for number in (1, 2, 3):
+        own = {e["step"]: e["seconds"] for e in read_events(out / f"host{number}" / "metrics.jsonl") if "loss" in e}
+        assert all(seconds[step - 1] == time for step, time in own.items()), "and is the same on all members"
+    assert not (out / "members-ended").exists()
     assert cli.main(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
     assert "<h2>Members</h2>" in page and "host2 died and came again" in page and "took part in steps" in page
@@ -171,6 +180,22 @@ def test_ranks_of_a_member_with_different_states_take_another_members(monkeypatc
     assert one.fell == 0, "equal states are kept"
 
 
+def test_why_a_member_takes_no_part_is_one_line(monkeypatch, caplog):
+    """torchft's text of an error has its traceback in it."""
+    manager_module = pytest.importorskip("torchft.manager")
+    one = Torn(came=True)
+    try:
+        raise TimeoutError("no answer within 5 s")
+    except TimeoutError as error:
+        found = manager_module.ExceptionWithTraceback(error)
+    assert "Traceback" in str(found)
+    monkeypatch.setattr(quorum_module, "world", lambda group: (1, 0))
+    monkeypatch.setattr(Torn, "errored", lambda self: found)
+    one.connections = SimpleNamespace(shutdown=lambda: None)
+    one.begin()
+    assert caplog.messages == ["thinwire: this member takes no part in a step: no answer within 5 s"]
+
+
 class Rank:
     """What a rank of a member trains, without a run: its gradients follow from the step's number."""
 
@@ -206,7 +231,7 @@ def test_a_state_that_comes_late_and_the_steps_since_then_give_the_same_bits(tmp
     assert newcomer.late.shared.digest() != member.late.shared.digest()
     newcomer.late.begin()
     assert newcomer.late.shared.digest() == "", "who has no state must not be taken for one with the same"
-    newcomer.late.meet([member.late.about(), newcomer.late.about()])
+    assert newcomer.late.meet([member.late.about(), newcomer.late.about()], 60.0) == ""
     assert newcomer.late.members == [True, False]
     assert newcomer.late.proceed(3) == ""
     for number in range(3, 6):
@@ -218,10 +243,30 @@ def test_a_state_that_comes_late_and_the_steps_since_then_give_the_same_bits(tmp
     said = newcomer.late.wait_to_the_end(6, 60.0)
     assert re.fullmatch(r"took the others' state after step [34], \d+ bytes, and repeated [23] steps", said), said
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(newcomer.bits(), member.bits(), strict=True))
-    assert newcomer.late.shared.digest() == member.late.shared.digest() and not list((tmp_path / "b").iterdir())
+    assert newcomer.late.shared.digest() == member.late.shared.digest() and not (tmp_path / "b").exists()
     newcomer.late.begin()
+    nobody = "nobody who is there has the others' state"
+    assert newcomer.late.meet([newcomer.late.about()], 60.0) == nobody, "those who have it may come back"
     with pytest.raises(RunFailed, match="all members that had the state are gone"):
-        newcomer.late.meet([newcomer.late.about()])
+        newcomer.late.meet([newcomer.late.about()], 0.01)
+    assert newcomer.late.meet([newcomer.late.about(), member.late.about()], 0.0) == ""
+    assert newcomer.late.meet([newcomer.late.about()], 60.0) == nobody, "the time begins anew"
+
+
+def test_where_a_member_does_not_answer_another_one_is_asked(tmp_path):
+    """The first of the two that have the state is cut off, and is still a member as far as anybody knows."""
+    member, newcomer = Rank(tmp_path / "a"), Rank(tmp_path / "b")
+    about = json.dumps(json.loads(member.healing.metadata()) | {"port": 9})
+    newcomer.healing.token = f"{0:032x}"
+    newcomer.late.begin()
+    newcomer.late.meet([(True, about), member.late.about(), newcomer.late.about()], 60.0)
+    deadline = time.monotonic() + 60
+    while not member.healing.wanted and time.monotonic() < deadline:
+        newcomer.late.proceed(0)
+        time.sleep(0.01)
+    member.late.offer(0)
+    assert newcomer.late.wait_to_the_end(0, 60.0).startswith("took the others' state after step 0")
+    assert newcomer.late.shared.digest() == member.late.shared.digest()
 
 
 def test_a_step_is_dealt_out_in_whole_micro_batches():

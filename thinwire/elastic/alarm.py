@@ -8,21 +8,18 @@ that was killed, the idle ones too.
 
 from __future__ import annotations
 
-import json
-import secrets
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from thinwire.elastic.aside import Aside
-from thinwire.elastic.fetching import read_line
+from thinwire.elastic.meeting import connect
 
 MEETING = 2  # members that were told of a quorum connect within the time-out divided by this
 LEFT, GIVEN_UP = b"l", b"g"  # the only byte that such a connection carries, before its end
@@ -37,32 +34,27 @@ class Alarm:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, host: str, timeout: float) -> None:
+        self.timeout = timeout
         self.changed = threading.Condition()  # it rings, or somebody who waits here has waited enough
         self.reason = ""  # why it rings
-        self.peers: dict[int, socket.socket] = {}
-        try:
-            for peer, connection in _connect(store, rank, size, host, time.monotonic() + timeout / MEETING):
-                self.peers[peer] = connection
-        except BaseException:
-            for connection in self.peers.values():
-                connection.close()
-            raise
+        self.peers = connect(store, rank, size, host, time.monotonic() + timeout / MEETING)
         if self.peers:
             threading.Thread(target=self._listen, name="thinwire alarm", daemon=True).start()
 
-    def wait_for(self, wait: Callable[[], Any]) -> Any:
-        """What `wait` gives, on another thread. RuntimeError as soon as the alarm rings; where `wait` fails, it rings.
-        Who waits when it rings is left behind."""
-        aside = Aside(wait, self.changed)
+    def wait_for(self, wait: Callable[[], Any], seconds: float | None = None) -> Any:
+        """What `wait` gives, on another thread. RuntimeError as soon as the alarm rings; where `wait` fails, or takes
+        more than so many seconds, it rings. Who waits when it rings is left behind."""
+        aside = Aside(wait, self.changed, self.timeout)
         if not self.reason:
             aside.start()
         with self.changed:
-            self.changed.wait_for(lambda: aside.done or self.reason)
-        if not aside.done:
-            raise RuntimeError(self.reason)
-        if aside.error is not None:
+            self.changed.wait_for(lambda: aside.done or self.reason, seconds)
+        if aside.done and aside.error is not None:
             self.ring(f"a message failed in this step: {aside.error}")
             raise aside.error
+        if not aside.done:
+            self.ring(f"no answer within {seconds} s")
+            raise RuntimeError(self.reason)
         return aside.result
 
     def ring(self, reason: str) -> None:
@@ -73,13 +65,14 @@ class Alarm:
         """In peace: it rings nowhere."""
         self._end("this member has left", LEFT)
 
-    def _end(self, reason: str, last_word: bytes) -> None:
+    def _end(self, reason: str, last_byte: bytes) -> None:
+        """The first reason stays."""
         with self.changed:
             if not self.reason:
                 self.reason = reason
                 for connection in self.peers.values():
                     with suppress(OSError):  # the other end was first
-                        connection.send(last_word)
+                        connection.send(last_byte)
                     with suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
             self.changed.notify_all()
@@ -95,6 +88,8 @@ class Alarm:
                 peer = there[number]
                 try:
                     said = self.peers[peer].recv(1)
+                except BlockingIOError:  # there was nothing after all
+                    continue
                 except OSError:
                     said = b""
                 if said == LEFT:
@@ -106,50 +101,3 @@ class Alarm:
             self.changed.wait_for(lambda: bool(self.reason))
         for connection in self.peers.values():
             connection.close()
-
-
-def _connect(
-    store: dist.Store, rank: int, size: int, host: str, deadline: float
-) -> Iterator[tuple[int, socket.socket]]:  # fmt: skip
-    """A connection to every other member: to those of lower rank from here, from the others to here."""
-    if size == 1:
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family, backlog=size) as listener:
-        token = secrets.token_hex(16)
-        store.set(f"thinwire/{rank}", json.dumps([host, listener.getsockname()[1], token]))
-        for peer in range(rank):
-            yield peer, _call(store, peer, rank, deadline)
-        expected = set(range(rank + 1, size))
-        while expected:
-            listener.settimeout(_left(deadline))
-            connection, _ = listener.accept()
-            caller = _caller(connection, token, deadline)
-            if caller in expected:
-                expected.discard(caller)
-                yield caller, connection
-            else:
-                connection.close()
-
-
-def _call(store: dist.Store, peer: int, rank: int, deadline: float) -> socket.socket:
-    """Connect to a member, and say who calls."""
-    store.wait([f"thinwire/{peer}"], timedelta(seconds=_left(deadline)))
-    host, port, token = json.loads(store.get(f"thinwire/{peer}"))
-    connection = socket.create_connection((host, port), _left(deadline))
-    connection.sendall(json.dumps({"token": token, "rank": rank}).encode() + b"\n")
-    return connection
-
-
-def _caller(connection: socket.socket, token: str, deadline: float) -> int:
-    """Who called; −1: somebody who does not know the token."""
-    try:
-        connection.settimeout(_left(deadline))
-        said = json.loads(read_line(connection))
-        return int(said["rank"]) if secrets.compare_digest(str(said["token"]), token) else -1
-    except (OSError, ValueError, KeyError, TypeError):
-        return -1
-
-
-def _left(deadline: float) -> float:
-    return max(0.001, deadline - time.monotonic())

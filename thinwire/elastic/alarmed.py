@@ -8,6 +8,7 @@ message until then. Messages have memory of their own: what arrives late is writ
 from __future__ import annotations
 
 from abc import abstractmethod
+from datetime import timedelta
 from typing import cast
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from thinwire.collectives.members import DirectMembers
 from thinwire.elastic.alarm import Alarm
+from thinwire.elastic.aside import within
+from thinwire.torch_private.torchft import store_at
 
 
 class AlarmedMembers(DirectMembers):
@@ -44,6 +47,11 @@ class AlarmedMembers(DirectMembers):
         held = x.clone()
         super().all_reduce(held, op)
         x.copy_(held)
+
+    def start_all_reduce(self, x: Tensor) -> dist.Work:
+        group, held = self.process_group(), x.clone()
+        work = group.allreduce([held], dist.AllreduceOptions())
+        return cast(dist.Work, Receipt(self.alarm, group, work, x, held))
 
     def broadcast(self, x: Tensor, source: int) -> None:
         held = x.clone()
@@ -76,3 +84,17 @@ class Receipt:
 
     def _wait(self) -> None:
         self.work.wait()
+
+
+def meet(host: str, timeout: timedelta, address: str, rank: int, size: int) -> tuple[dist.Store, Alarm]:
+    """The store of a quorum, and its alarm. address: the store's. Others as for Alarm. TimeoutError where that takes
+    longer than `timeout`: torch waits without end for a store whose process is frozen."""
+
+    def find() -> tuple[dist.Store, Alarm]:
+        store = store_at(address, timeout)
+        return store, Alarm(store, rank, size, host, timeout.total_seconds())
+
+    found: tuple[dist.Store, Alarm] = within(
+        timeout.total_seconds(), find, lambda late: late[1].ring("this member had given the meeting up")
+    )
+    return found

@@ -10,6 +10,7 @@ from typing import Any
 
 LONGEST_REQUEST = 4096  # bytes
 CHUNK = 1 << 18  # bytes that are sent at a time
+CALLING = 10.0  # seconds until a connection is there, at most
 ATTEMPTS = 5  # connections in a row that may break without a byte
 
 
@@ -48,9 +49,18 @@ class Fetch:
 
     def _connected(self) -> socket.socket:
         if self.connection is None:
-            self.connection = socket.create_connection(self.address, self.timeout)
+            self.connection = socket.create_connection(self.address, min(self.timeout, CALLING))
+            self.connection.settimeout(self.timeout)
+            if self.given_up:  # meanwhile
+                raise ConnectionError("it is not wanted any more")
             self.connection.sendall(json.dumps(self.request | {"offset": self.offset}).encode() + b"\n")
         return self.connection
+
+    def be_patient(self, seconds: float) -> None:
+        """From here on a connection is given up after so many seconds without a byte."""
+        self.timeout = seconds
+        if self.connection is not None:
+            self.connection.settimeout(seconds)
 
     def close(self) -> None:
         """Of the connection."""
@@ -65,6 +75,12 @@ class Fetch:
         if connection is not None:
             with suppress(OSError):  # it was broken already
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def listen(host: str, backlog: int | None = None) -> socket.socket:
+    """At a free port of this address, and at no other address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=backlog)
 
 
 def send_from(connection: socket.socket, piece: memoryview, offset: int) -> int:

@@ -11,14 +11,18 @@ import json
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 
 from torch import Tensor
 
-from thinwire.elastic.fetching import Fetch, read_line, send_from
+from thinwire.elastic.fetching import Fetch, listen, read_line, send_from
 from thinwire.elastic.packing import pack, unpack
 from thinwire.elastic.streams import LONGEST, Stream
+
+KEPT = 60.0  # seconds for which a copy is kept for a newcomer whose connection broke
 
 
 class Snapshot:
@@ -54,10 +58,11 @@ class Healing:
         self.stream: Stream | None = None  # the last that was asked for
         self.wanted = 0  # who wait for a stream
         self.served = 0  # who get one
+        self.unserved = 0.0  # time since which nobody gets one
         self.taken = threading.Condition()  # a snapshot or a stream was taken
         self.sent = 0  # bytes
         self.received = 0
-        self.listener = socket.create_server((host, 0))
+        self.listener = listen(host)
         threading.Thread(target=self._serve, name="thinwire healing", daemon=True).start()
 
     # --- what torchft calls
@@ -89,13 +94,18 @@ class Healing:
             fetch.close()
 
     def shutdown(self, wait: bool = True) -> None:
-        """Serve no more."""
+        """Serve no more, but for those who are being served."""
+        with suppress(OSError):  # it was shut down before
+            self.listener.shutdown(socket.SHUT_RDWR)  # close() alone leaves the one thread waiting
         self.listener.close()
 
     # --- a state that is fetched while training goes on
 
     def offer(self, step: int, state: Mapping[str, Tensor]) -> None:
         """At the beginning of a step: a copy of the state after so many steps, where somebody wants one."""
+        with self.taken:
+            if not self.served and time.monotonic() > self.unserved + KEPT:
+                self.stream = None
         if self.wanted:
             stream = Stream(step, state)
             with self.taken:
@@ -153,6 +163,7 @@ class Healing:
         finally:
             with self.taken:
                 self.served -= 1
+                self.unserved = time.monotonic()
                 self.taken.notify_all()
 
     def _of_step(self, step: int) -> Snapshot | None:

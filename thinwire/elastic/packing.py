@@ -69,12 +69,16 @@ def unpack(read: Callable[[memoryview], None], limit: int) -> object:
         header = json.loads(_bytes(read, length))
         listed = [_Listed(*entry) for entry in header["tensors"]]
         tree = header["tree"]
-    except (KeyError, TypeError) as error:
+    except (KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"a header that is no state's: {error}") from None
     total = sum(one.checked_nbytes() for one in listed)
     if total > limit:
         raise ValueError(f"a state of {total} bytes is announced, and at most {limit} are expected")
-    return _decode(tree, [_receive(one, read) for one in listed])
+    tensors = [_receive(one, read) for one in listed]
+    try:
+        return _decode(tree, tensors)
+    except (AssertionError, AttributeError, IndexError, RecursionError, TypeError) as error:
+        raise ValueError(f"a header that is no state's: {error}") from None
 
 
 @dataclass(frozen=True)

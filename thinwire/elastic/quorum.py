@@ -15,7 +15,7 @@ from thinwire.collectives.groups import ALONE, Group, world
 from thinwire.collectives.members import Elastic, Saved
 from thinwire.distributed.values import broadcast_json, gather_json
 from thinwire.elastic.alarm import Alarm
-from thinwire.elastic.alarmed import AlarmedMembers
+from thinwire.elastic.alarmed import AlarmedMembers, meet
 from thinwire.elastic.healing import Healing
 from thinwire.elastic.packing import nbytes
 from thinwire.elastic.require import require_torchft
@@ -69,9 +69,7 @@ class Quorum(AlarmedMembers, Elastic):
             raise UsageError(f"min_members {min_members}, timeout {timeout}, patience {patience}: all must be above 0")
         self.slow = slow
         self.timeout = timedelta(seconds=timeout)
-        self.connections = alarmed_gloo(
-            lambda store, rank, size: Alarm(store, rank, size, host, timeout), self.timeout
-        )  # fmt: skip
+        self.connections = alarmed_gloo(partial(meet, host, self.timeout), self.timeout)
         self.healing = Healing(host, timeout, self._most_bytes)
         self.inside = inside
         ranks, rank = world(inside)
@@ -171,8 +169,10 @@ class Quorum(AlarmedMembers, Elastic):
             raise RunFailed(
                 "the ranks of this member have states of different steps, and no other member has a newer one"
             )
-        if self.manager.errored() is not None:  # the state did not come, or the connections: take no part
-            log.warning("thinwire: this member takes no part in a step: %s", self.manager.errored())
+        error = self.manager.errored()
+        if error is not None:  # the state did not come, or the connections: take no part
+            why = getattr(error, "original_exception", error)  # torchft's text of it has the traceback too
+            log.warning("thinwire: this member takes no part in a step: %s", why)
             self.connections.shutdown()
 
     def _compare_ranks(self) -> None:

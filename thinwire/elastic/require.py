@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from thinwire.installed import check_installed
 
 
+class OneLine(logging.Filter):
+    """Without the traceback: a connection that could not be made is nothing unusual where members come and go."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.exc_info = None
+        return True
+
+
+ONE_LINE = OneLine()
+
+
 def require_torchft() -> None:
-    """UsageError where it is not installed. Its log has a line per member and step, unless RUST_LOG says otherwise."""
+    """UsageError where it is not installed. What it logs: warnings, in one line each; RUST_LOG may say more."""
     check_installed("elastic training", ("torchft",), "elastic")
     os.environ.setdefault("RUST_LOG", "warn")
+    logging.getLogger("torchft.manager").addFilter(ONE_LINE)

@@ -8,6 +8,7 @@ The copy is taken at the beginning of a step, when somebody has asked for it.
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -18,8 +19,13 @@ from torch import Tensor
 
 from thinwire.elastic.fetching import Fetch, send_from
 from thinwire.elastic.packing import pack, unpack
+from thinwire.errors import UsageError
+
+log = logging.getLogger("thinwire")
 
 LONGEST = 600.0  # seconds for which a newcomer waits for the next step of the member that it has asked
+STALLED = 30.0  # seconds without a byte of a state after which its connection is made anew
+ENDING = 1.0  # seconds within which a connection that was shut down ends its thread
 WHILE_PACKING = 0.01  # seconds between two looks whether the next part is packed
 
 
@@ -34,9 +40,13 @@ class Stream:
         threading.Thread(target=self._pack, name="thinwire packing", daemon=True).start()
 
     def _pack(self) -> None:
-        for name in list(self.copies):
-            self.pieces += pack({name: self.copies.pop(name)})
-        self.packed.set()
+        try:
+            for name in list(self.copies):
+                self.pieces += pack({name: self.copies.pop(name)})
+        except (UsageError, MemoryError) as error:  # the stream ends too early, and the newcomer asks another member
+            log.warning("thinwire: a newcomer cannot be sent the state: %s", error)
+        finally:
+            self.packed.set()
 
     def send(self, connection: socket.socket, offset: int) -> int:
         """All bytes from the offset on: how many."""
@@ -55,18 +65,20 @@ class Stream:
 class Fetching:
     """The state of another member, on its way: `done` when it is here, with `step` and `state`; or `failed`.
 
-    metadata: of the member, as its `Healing.metadata` says. limit: bytes that a tensor may have.
+    metadata: of the member, as its `Healing.metadata` says. limit: bytes that a tensor may have. parts: tensors that
+    there may be.
     """
 
-    def __init__(self, metadata: str, limit: int) -> None:
+    def __init__(self, metadata: str, limit: int, parts: int) -> None:
         self.metadata = metadata
-        self.limit = limit
+        self.limit, self.parts = limit, parts
         self.step = -1
         self.state: dict[str, Tensor] = {}
         self.failed = ""
         self.done = False
         self.fetch = Fetch(json.loads(metadata), {"stream": -1}, LONGEST)
-        threading.Thread(target=self._run, name="thinwire state", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name="thinwire state", daemon=True)
+        self.thread.start()
 
     @property
     def received(self) -> int:
@@ -78,7 +90,11 @@ class Fetching:
             about = _table(self.fetch.read, self.limit)
             self.step = int(str(about["step"]))
             self.fetch.request["stream"] = self.step
-            for _ in range(int(str(about["parts"]))):
+            self.fetch.be_patient(STALLED)
+            parts = int(str(about["parts"]))
+            if parts > self.parts:
+                raise ValueError(f"{parts} tensors are announced, and at most {self.parts} are expected")
+            for _ in range(parts):
                 for name, value in _table(self.fetch.read, self.limit).items():
                     assert isinstance(value, Tensor)
                     self.state[str(name)] = value
@@ -91,6 +107,7 @@ class Fetching:
     def close(self) -> None:
         """It is not wanted any more."""
         self.fetch.give_up()
+        self.thread.join(ENDING)
 
 
 def _table(read: Callable[[memoryview], None], limit: int) -> dict[object, object]:

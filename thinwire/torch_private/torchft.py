@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,24 +22,42 @@ def is_connected(group: Any) -> bool:
     return group._pg is not None
 
 
-def alarmed_gloo(make: Callable[[dist.Store, int, int], Any], timeout: timedelta) -> Any:
-    """torchft's Gloo group, made anew for every quorum, with `alarm`, that of the present one. make: of a store, this
-    member's rank and how many there are gives it (thinwire/elastic/alarm.py)."""
+def store_at(address: str, timeout: timedelta) -> dist.Store:
+    """The store at host:port/prefix. It is waited for without end where its process is frozen."""
+    from torchft.process_group import create_store_client
+
+    host, _, port = address.partition("/")[0].rpartition(":")
+    # torch calls a store that has died for longer than its time-out; nobody answers, and this says so at once
+    socket.create_connection((host.strip("[]"), int(port)), timeout.total_seconds()).close()
+    return create_store_client(address, timeout)
+
+
+def alarmed_gloo(meet: Callable[[str, int, int], tuple[dist.Store, Any]], timeout: timedelta) -> Any:
+    """torchft's Gloo group, made anew for every quorum, with `alarm`, that of the present one. meet: gives the store
+    and the alarm (thinwire/elastic/alarm.py) of a quorum from the store's address, this member's rank and how many
+    there are."""
     from torchft import ProcessGroupGloo
+
+    patience = 2 * timeout.total_seconds()  # for Gloo's connections, which has the time-out for each of them
 
     class AlarmedGloo(ProcessGroupGloo):
         alarm: Any = None
 
-        def configure(self, store_addr: str, *about: Any, **more: Any) -> None:
-            self.leave()
-            place, _, port = store_addr.partition("/")[0].rpartition(":")
-            # torch calls a store that has died for longer than its time-out; nobody answers, and this says so at once
-            socket.create_connection((place.strip("[]"), int(port)), timeout.total_seconds()).close()
-            super().configure(store_addr, *about, **more)
+        def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *about: Any) -> None:
+            """torchft 0.2.0 calls it for every quorum."""
+            self._meet(store_addr, rank, world_size)
 
-        def _create_pg(self, store: dist.Store, rank: int, world_size: int) -> Any:
-            self.alarm = make(store, rank, world_size)
-            return self.alarm.wait_for(partial(super()._create_pg, store, rank, world_size))
+        def reconfigure(self, opts: Any) -> Any:
+            """torchft after 0.2.0 calls it instead. It gives what is waited for by `wait()`."""
+            peers = [json.loads(handle) for handle in opts.handles]
+            place = [peer["id"] for peer in peers].index(self._handle_id())
+            self._meet(f"{peers[0]['store']}/torchft/{opts.uuid}", place, len(peers))
+            return _Done()
+
+        def _meet(self, address: str, rank: int, size: int) -> None:
+            self.leave()
+            store, self.alarm = meet(address, rank, size)
+            self._pg = self.alarm.wait_for(partial(super()._create_pg, store, rank, size), patience)
 
         def shutdown(self) -> None:
             """In a step that cannot count: nobody waits for this member."""
@@ -53,3 +72,10 @@ def alarmed_gloo(make: Callable[[dist.Store, int, int], Any], timeout: timedelta
             self._pg = None
 
     return AlarmedGloo(timeout=timeout)
+
+
+class _Done:
+    """Nothing is waited for any more."""
+
+    def wait(self) -> bool:
+        return True

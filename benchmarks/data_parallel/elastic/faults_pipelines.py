@@ -71,6 +71,7 @@ class Hosts:
         }
         self.noted: set[int] = set()  # ranks whose end is known
         self.ends: list[str] = []
+        self.where: list[str] = []  # tracebacks
         self.cut: Counter[int] = Counter()
         self.undo: list[tuple[float, str, int, list[int]]] = []  # when, what, member, ranks
 
@@ -117,8 +118,11 @@ class Hosts:
             return "done"
         if status is not None and status < 0:
             return f"killed ({status})"
-        kind = "TRACEBACK: " if any(line.startswith("Traceback") for line in lines) else "error: "
-        return kind + (lines[-1] if lines else "nothing was said")[:300]
+        begins = [place for place, line in enumerate(lines) if line.startswith("Traceback")]
+        kind = "TRACEBACK: " if begins else "error: "
+        self.where += ["\n".join(lines[max(0, begins[0] - 3) :])[:4000]] if begins else []
+        ours = [line for line in lines if line.startswith("thinwire:")]  # torchft's log may come after it
+        return kind + (ours or lines or ["nothing was said"])[-1][:300]
 
 
 def steps_of(out: Path) -> int:
@@ -162,7 +166,7 @@ def measure(seed: int, seconds: float, grace: float, heal: str) -> dict[str, Any
         "kind": "faults", "of": "pipelines", "seed": seed, "seconds": seconds, "heal": heal, "events": dict(happened),
         "steps_while_disturbed": disturbed, "steps": steps, "seconds_to_20_more_steps": quiet, "hangs": hangs,
         "stuck": int(steps < disturbed + MORE), "lives": len(hosts.ends), "ends": dict(Counter(hosts.ends)),
-        "tracebacks": sum(one.startswith("TRACEBACK") for one in hosts.ends),
+        "tracebacks": sum(one.startswith("TRACEBACK") for one in hosts.ends), "where": hosts.where,
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from thinwire.train.members.state import Shared
 
 LARGE = 64 << 20  # bytes of weights and moments above which others do not wait for them
 MOMENTS = 3  # a state has so many times the bytes of its weights
+FIELDS = 4  # tensors at most that an optimiser keeps per parameter
 SLACK = 1 << 20  # bytes
-POLL = 0.1  # seconds between two looks whether the state has come, after the last step
+AWAY = 20.0  # seconds for which those without the state wait for somebody who has it
+POLL = 0.1  # seconds between two looks whether the state has come, or somebody who has it
 GRADIENT = "{}.safetensors"  # a step's means
 
 
@@ -56,6 +59,8 @@ class Late:
             left.unlink()
         self.optimise = optimise
         self.fetching: Fetching | None = None
+        self.orphaned: float | None = None  # the time since which nobody who is there has the state
+        self.asked = 0  # members in vain, so that the next one is another
         self.kept: dict[int, tuple[float, float]] = {}  # step → rate, norm
         self.members = [True]  # by place: is it whole, as all know it, so that it has samples?
         self.donors: list[str] = []  # where whole members serve this rank's part of the state
@@ -74,12 +79,19 @@ class Late:
         """What members tell each other: is this one whole, and where its state can be had."""
         return self.is_whole, self.healing.metadata()
 
-    def meet(self, present: Sequence[Sequence[Any]]) -> None:
-        """Members have met. present: `about` of everybody. RunFailed where nobody has the state."""
+    def meet(self, present: Sequence[Sequence[Any]], patience: float) -> str:
+        """Members have met: why they cannot make a step; "" where they can. Where nobody has the state, those who have
+        may come back. present: `about` of everybody. RunFailed where nobody has had it for so many seconds."""
         self.members = [whole for whole, _ in present]
         self.donors = [where for whole, where in present if whole]
-        if not self.donors:
+        if self.donors:
+            self.orphaned = None
+            return ""
+        self.orphaned = self.orphaned or time.monotonic()
+        if any_rank(time.monotonic() > self.orphaned + patience):
             raise RunFailed("all members that had the state are gone: start anew, or from a checkpoint with --resume")
+        time.sleep(POLL)
+        return "nobody who is there has the others' state"
 
     def share(self, batches: Batches, place: int, unit: int) -> None:
         """Deal the samples to those who are whole. place: this member's. unit: sequences that stay together."""
@@ -115,8 +127,10 @@ class Late:
         if now is None or now.failed or (now.metadata not in self.donors and not now.done):
             if now is not None:
                 now.close()
+                self.asked += 1
             largest = max(p.nbytes for p in self.shared.named.values())
-            self.fetching = Fetching(self.donors[int(self.healing.token, 16) % len(self.donors)], largest + SLACK)
+            donor = self.donors[(int(self.healing.token, 16) + self.asked) % len(self.donors)]
+            self.fetching = Fetching(donor, largest + SLACK, (1 + FIELDS) * len(self.shared.named))
 
     def keep(self, step: int, rate: float, norm: float) -> None:
         """The means in .grad, of a step that counted."""
@@ -156,3 +170,5 @@ class Late:
         for step in self.kept:
             (self.folder / GRADIENT.format(step)).unlink(missing_ok=True)
         self.kept.clear()
+        with suppress(OSError):  # there was none
+            self.folder.rmdir()

@@ -134,6 +134,7 @@ def join_locally(
         absent = script.absent([host.name for host in net.hosts for _ in range(per_host)])
         job = net.start(_on_host, config, addresses, per_host=per_host, absent=absent, echo=False, separate=True)
         failed = _watch(net, job, merged, script, stop, out / ENDED, timeout)
+        (out / ENDED).unlink(missing_ok=True)
         if failed and not merged.ended:
             raise RunFailed(f"no member has come to the end of the run; the last one: {failed}")
     return read_events(out / METRICS)

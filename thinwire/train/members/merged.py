@@ -14,7 +14,8 @@ APART = 5.0  # seconds between two lines of progress
 
 
 class Merged:
-    """Follows the members' files, and writes that of the run.
+    """Follows the members' files, and writes that of the run. Who came and went is told by those who were there: a
+    member that has joined (`joined`) does not know who was there before.
 
     out: the folder of the run; every member has its own in it. names: of these folders. resume: the file goes on.
     """
@@ -41,7 +42,7 @@ class Merged:
             begin = self.read[number] if len(events) >= self.read[number] else 0  # it was written anew
             self.read[number] = len(events)
             for event in events[begin:]:
-                if key(event) not in self.seen:
+                if not event.get("joined") and key(event) not in self.seen:
                     self.seen.add(key(event))
                     self.file.write(json.dumps(event) + "\n")
                     self._show(event, say)

@@ -30,9 +30,10 @@ from thinwire.train.config.sections import TrainConfig
 from thinwire.train.data.batches import Batch
 from thinwire.train.learning_rate import rate
 from thinwire.train.members.checks import alone, unit
+from thinwire.train.members.clock import Clock
 from thinwire.train.members.gradients import COUNTED, Gradients
 from thinwire.train.members.inside import any_rank, held_out_loss
-from thinwire.train.members.late import Late, comes_later
+from thinwire.train.members.late import AWAY, Late, comes_later
 from thinwire.train.members.roll import Roll
 from thinwire.train.members.state import Numbers, Shared, checkpoint, restore
 from thinwire.train.metrics import Metrics
@@ -86,6 +87,7 @@ class MemberTrainer:
         self.met = -1  # the quorum whose members are known
         self.healed = False
         self.before = torch.zeros(len(COUNTED), dtype=torch.float64)  # this rank's at its last step that counted
+        self.clock = Clock()
         self.steps = self.parts.steps
         self.stop = StopRequest(self.rank == 0)
         self.leaves = False  # after this step, on all ranks of the member
@@ -105,12 +107,9 @@ class MemberTrainer:
             with self.stop:
                 return self._fit()
         finally:
-            self.late.close()
-            self.quorum.close()
-            self.gradients.close()
-            self.parts.close()
-            if self.metrics is not None:
-                self.metrics.close()
+            for part in (self.late, self.quorum, self.gradients, self.parts, self.metrics):
+                if part is not None:
+                    part.close()
 
     def _fit(self) -> float:
         config, held_out, begun = self.config.run, math.nan, False
@@ -119,13 +118,16 @@ class MemberTrainer:
                 continue
             if not begun:
                 begun = True
-                self._write("run", **self._about())
+                about = self.parts.about()
+                mesh = about["mesh"] | {"dp": len(self.roll.names)}
+                self._write("run", **about | {"mesh": mesh, "elastic": True, "member": self.name})
             if not self.late.is_whole or self.step == self.steps:
                 continue
-            if config.eval_every and self.step % config.eval_every == 0:
-                held_out = self._evaluate()
-            if config.checkpoint_every and self.step % config.checkpoint_every == 0:
-                self._save()
+            with self.clock.paused():
+                if config.eval_every and self.step % config.eval_every == 0:
+                    held_out = self._evaluate()
+                if config.checkpoint_every and self.step % config.checkpoint_every == 0:
+                    self._save()
         if self.step < self.steps:
             if self.late.is_whole:
                 self._save()
@@ -141,16 +143,13 @@ class MemberTrainer:
         self.quorum.healing.finish_serving(PATIENCE)
         return held_out
 
-    def _about(self) -> dict[str, Any]:
-        about = self.parts.about()
-        return about | {"mesh": about["mesh"] | {"dp": len(self.roll.names)}, "elastic": True, "member": self.name}
-
     # --- a step
 
     def _train_step(self) -> bool:
         """One step: did it count?"""
-        began = time.perf_counter()
         self.quorum.begin()
+        if self.met < 0:
+            self.clock.start()
         if self.metrics is None and self.rank == 0:
             self.metrics = Metrics(self.out, self.step if self.resume else None, self.config.run.loggers)
         if not self._meet():
@@ -173,9 +172,10 @@ class MemberTrainer:
         self.late.members = [bool(whole) for whole in told[:, 2]]
         self.bad = 0
         self.before = self.gradients.counts()
-        seconds = time.perf_counter() - began
+        self.clock.count()
+        seconds = float(told[:, 3].max())
         self.numbers["seconds"] += seconds
-        for name, total in zip(COUNTED, told[:, 3:].sum(0).tolist()):
+        for name, total in zip(COUNTED, told[:, 4:].sum(0).tolist()):
             self.numbers[name] += total
         for line in self.roll.time(told[:, 1].tolist()):
             self._write("member", text=line)
@@ -194,7 +194,7 @@ class MemberTrainer:
             raise RunFailed(f"step {self.step + 1} gave NaN or Inf {ATTEMPTS} times in a row: lower [optim] lr")
 
     def _meet(self) -> bool:
-        """Learn who is there, where that has changed. False: a rank of this member cannot, and so none takes part."""
+        """Learn who is there, where that has changed. False: no rank of this member takes part in the step."""
         if self.quorum.number == self.met:
             return True
         present: list[Any] = []
@@ -204,14 +204,14 @@ class MemberTrainer:
             present = gather_json([self.name, self.quorum.healing.token[:8], *self.late.about()], self.quorum)
         except RuntimeError as error:
             self.quorum.report(error)
-        if any_rank(not present):
-            self.quorum.report(InvalidExchange("another rank of this member has no connections"))
+        lost = "another rank of this member has no connections" if any_rank(not present) else ""
+        if why := lost or self.late.meet([about for _, _, *about in present], AWAY):
+            self.quorum.report(InvalidExchange(why))
             return False
         self.met = self.quorum.number
-        self.late.meet([about for _, _, *about in present])
         line = self.roll.meet([(name, life) for name, life, *_ in present])
         if line is not None:
-            self._write("member", text=line, members=self.roll.names)
+            self._write("member", text=line, members=self.roll.names, joined=self.healed)
             self.say(f"step {self.step}: {line}")
         if self.healed:
             self.healed = False
@@ -220,9 +220,8 @@ class MemberTrainer:
         return True
 
     def _exchanged(self) -> tuple[Tensor, float]:
-        """This rank's part of a step, and its exchange with the others: what `_tell` gave, empty where a member was
-        lost; and the gradient's norm. An error in computing is the member's own, and ends it: repeating the step would
-        not help."""
+        """This rank's part of a step, and its exchange with the others: what `_tell` gave, and the gradient's norm. An
+        error in computing is the member's own, and ends it: repeating the step would not help."""
         batch = self._deal()
         began = time.perf_counter()
         loss = self.gradients.backward(batch)
@@ -238,7 +237,7 @@ class MemberTrainer:
         self.leaves = stop > 0
         if faults:
             self.quorum.report(InvalidExchange("messages inside this member were damaged"))
-        return self._tell([loss, computed, self.late.is_whole, *total]), math.sqrt(squares)
+        return self._tell([loss, computed, self.late.is_whole, self.clock.look(), *total]), math.sqrt(squares)
 
     def _deal(self) -> Batch:
         """This member's part of the step's samples."""
@@ -249,8 +248,8 @@ class MemberTrainer:
         return self.parts.batches.next()
 
     def _tell(self, about: list[float]) -> Tensor:
-        """[members, …]: loss, seconds per sequence, is it whole, and COUNTED since the last step that counted, of
-        everybody; empty where somebody was lost. about: this member's."""
+        """[members, …]: loss, seconds per sequence, is it whole, seconds and COUNTED since the last step that counted,
+        of everybody; empty where somebody was lost. about: this member's."""
         mine = torch.tensor(about, dtype=torch.float64)
         try:
             return torch.stack(gather(mine, self.quorum)) if self.quorum.size > 1 else mine[None]
@@ -260,6 +259,7 @@ class MemberTrainer:
 
     def _taken(self, is_whole: bool) -> None:
         self.healed = True
+        self.clock.start()
         if not is_whole:
             self.late.begin()
 

@@ -169,9 +169,9 @@ class Quorum(AlarmedMembers, Elastic):
             raise RunFailed(
                 "the ranks of this member have states of different steps, and no other member has a newer one"
             )
-        error = self.manager.errored()
-        if error is not None:  # the state did not come, or the connections: take no part
-            why = getattr(error, "original_exception", error)  # torchft's text of it has the traceback too
+        failed = self.manager.errored()
+        if failed is not None:  # the state did not come, or the connections: take no part
+            why = getattr(failed, "original_exception", failed)  # torchft's text of it has the traceback too
             log.warning("thinwire: this member takes no part in a step: %s", why)
             self.connections.shutdown()
 

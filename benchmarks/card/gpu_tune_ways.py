@@ -11,13 +11,13 @@ from torch import Tensor
 from thinwire.kernels.gpu import checksum as gpu_checksum
 from thinwire.kernels.gpu import delta as gpu_delta
 from thinwire.kernels.gpu import indices as gpu_indices
-from thinwire.kernels.gpu import largest as gpu_largest
 from thinwire.kernels.gpu import quantize as gpu_quantize
-from thinwire.kernels.gpu import radix as gpu_radix
 from thinwire.kernels.gpu import scatter as gpu_scatter
 from thinwire.kernels.gpu import select as gpu_select
 from thinwire.kernels.gpu import sign as gpu_sign
 from thinwire.kernels.gpu.launch import tiling
+from thinwire.kernels.gpu.order import largest as gpu_largest
+from thinwire.kernels.gpu.order import radix as gpu_radix
 
 F32, BF16 = torch.float32, torch.bfloat16
 RADIX = "SIZE", "WARPS", "PROGRAMS"

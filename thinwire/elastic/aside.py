@@ -43,11 +43,14 @@ class Aside:
             self.result = self.wait()
         except BaseException as error:
             self.error = error.with_traceback(None)  # its frames hold what was waited for
+        self.wait = _nothing  # what only the wait held, such as a group of Gloo's, ends here, and not after the program
         with self.changed:
             self.done = True
             self.changed.notify_all()
-        if self.undo is not None and self.error is None:
-            self.undo(self.result)
+        if self.undo is not None:
+            if self.error is None:
+                self.undo(self.result)
+            self.result = self.error = None
         with _ended:
             _under_way.discard(self)
             _ended.notify_all()
@@ -70,8 +73,12 @@ def within(seconds: float, wait: Callable[[], Any], undo: Callable[[Any], object
 
 def _serve(waits: queue.SimpleQueue[Aside]) -> None:
     while True:
-        waits.get().run()  # no name keeps it: what only it holds ends on this thread
+        waits.get().run()  # no name keeps it
         _idle.append(waits)
+
+
+def _nothing() -> None:
+    """What is waited for when a wait is through."""
 
 
 def _let_them_end() -> None:

@@ -17,6 +17,7 @@ from thinwire.bench.scratch.corpus import text
 from thinwire.bench.scratch.options import Scratch
 from thinwire.bench.scratch.rows import Row
 from thinwire.bench.scratch.ways import LEAST_BITS, KeptCode, SubspaceCode, codes_of, tilt_of
+from thinwire.torch_private.compiling import many_shapes
 
 EAGER = 8  # steps before a graph is captured
 BOOKS = 100  # steps between those that are looked at where there are no books
@@ -67,7 +68,7 @@ class Run:
         self.through, self.to_loss = through, to_loss
         formulas.COMPILED = set() if self.eager or uncompiled else {"cuda"}
         if self.fast and formulas.COMPILED:
-            torch._dynamo.config.recompile_limit = 64  # one function for all stages
+            many_shapes(64)  # one function for all stages
             self.through, self.to_loss = (torch.compile(one, dynamic=False) for one in (through, to_loss))
         more: dict[str, Any] = {"fused": True, "capturable": self.fast}
         self.optimiser = torch.optim.AdamW(self.stages.parameters(), lr=self.rate, betas=(0.9, 0.95), **more)

@@ -5,7 +5,7 @@ of entries before it: the marks, a small share of x's size, become indices, and 
 Where the output's size is given, one pass is enough (compact.py).
 
 The k largest of many values: a threshold that a few more than k pass comes from a sample, and the exact answer from
-those (radix.py, largest.py). Whether they were enough is known on the card only: if not, the same kernels read all.
+those (order/). Whether they were enough is known on the card only: if not, the same kernels read all.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from thinwire.kernels.gpu import compact, largest, radix
+from thinwire.kernels.gpu import compact
 from thinwire.kernels.gpu import launch as launching
 from thinwire.kernels.gpu import tile as tiles
 from thinwire.kernels.gpu.launch import launch
-from thinwire.kernels.gpu.radix import histogram
+from thinwire.kernels.gpu.order import largest, radix
+from thinwire.kernels.gpu.order.radix import histogram
 from thinwire.kernels.gpu.scalar import bits_of, widen
 from thinwire.kernels.gpu.scatter import scatter_add
 

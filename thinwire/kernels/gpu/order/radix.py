@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from thinwire.kernels.gpu import shared_table
 from thinwire.kernels.gpu.launch import launch
+from thinwire.kernels.gpu.order import shared_table
 from thinwire.kernels.gpu.scalar import INTERPRETED, MAGNITUDE, bits_of, widen
 from thinwire.kernels.select import BINS, HISTOGRAM_SHIFT
 

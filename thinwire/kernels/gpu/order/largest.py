@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from thinwire.kernels.gpu import radix
 from thinwire.kernels.gpu.launch import launch
-from thinwire.kernels.gpu.radix import PREFIX, RANK, fits
+from thinwire.kernels.gpu.order import radix
+from thinwire.kernels.gpu.order.radix import PREFIX, RANK, fits
 from thinwire.kernels.gpu.scalar import MAGNITUDE, bits_of, widen
 
 SIZE, WARPS, PROGRAMS = 2048, 4, 2112

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +31,7 @@ LINK = LongLink(0.1, 0.001, 4e6, 4e6, 8, 3.2e7, 3e7)
 def two_machines(out: str) -> int:
     """Rank 0 listens until told that all is done; rank 1 measures it."""
     there = os.environ["MASTER_ADDR"]
-    flows.LONGEST, flows.GRACE, connection.LONGEST = 1.5, 0.3, 0.5
+    flows.LONGEST, connection.LONGEST = 1.5, 0.5
     if os.environ["RANK"] == "0":
         threading.Thread(target=main, args=(["doctor", "--listen", "--for", "60s"],), daemon=True).start()
         with socket.create_server((there, 29401)) as done:
@@ -125,6 +126,22 @@ def test_a_silent_flow_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flows, "GRACE", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server, reach(server.getsockname()) as ours, server.accept()[0]:
         assert flows.transfer([ours.peer], False, True) == (None, None)
+
+
+def test_what_could_not_be_timed_is_asked_again_and_is_never_a_rate_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [flows.Carried(None, 2e6, 0.0), flows.Carried(1e6, 2e6, 0.01), *[flows.Carried(4e6, 4e6, 0.0)] * 9]
+    monkeypatch.setattr(
+        flows, "ask", lambda peer, count, send, receive: told.pop(0) if send and receive else one_way(send)
+    )
+
+    def one_way(send: bool) -> flows.Carried:
+        return flows.Carried(3e6, None, 0.0) if send else flows.Carried(None, 5e6, 0.0)
+
+    found = flows.measure(nullcontext, 0.1, 6e6)  # type: ignore[arg-type]
+    assert found == LongLink(0.1, 0.01, 6e6, 1e6, flows.COUNT, 3e6, 4e6)
+    monkeypatch.setattr(flows, "ask", lambda *_: flows.Carried(None, None, None))
+    with pytest.raises(ProtocolError, match="twice"):
+        flows.measure(nullcontext, 0.1, 6e6)  # type: ignore[arg-type]
 
 
 def test_advice_of_a_lossy_link() -> None:

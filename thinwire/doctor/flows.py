@@ -37,6 +37,11 @@ class Carried:
     download: float | None
     loss: float | None
 
+    @property
+    def rates(self) -> list[float]:
+        """Of the ways in which something was timed."""
+        return [rate for rate in (self.upload, self.download) if rate]
+
 
 @dataclass(frozen=True)
 class LongLink:
@@ -59,22 +64,25 @@ class LongLink:
 def measure(connect: Callable[[], Connection], round_trip: float, one: float) -> LongLink:
     """Compare one flow with COUNT. connect: makes a connection to the peer. round_trip, one: as measured before."""
 
-    def carried(count: int, send: bool, receive: bool) -> Carried:
+    def slower(count: int, *ways: tuple[bool, bool]) -> tuple[float, float | None]:
+        """Bits per second of the slower way, each of `ways` being (send, receive), and the loss of the first."""
+        found = [_carried(connect, count, *way) for way in ways]
+        return min(rate for one in found for rate in one.rates), found[0].loss
+
+    one_both, loss = slower(1, (True, True))
+    many_both, _ = slower(COUNT, (True, True))
+    many, _ = slower(COUNT, (True, False), (False, True))
+    return LongLink(round_trip, loss, one, one_both, COUNT, many, many_both)
+
+
+def _carried(connect: Callable[[], Connection], count: int, send: bool, receive: bool) -> Carried:
+    """As `ask`; once more where a way could not be timed, as on a machine too busy to look in time."""
+    for _ in range(2):
         with connect() as peer:
-            return ask(peer, count, send, receive)
-
-    one_both, many_both = carried(1, True, True), carried(COUNT, True, True)
-    up, down = carried(COUNT, True, False), carried(COUNT, False, True)
-    many = _slower(up.upload, down.download)
-    return LongLink(
-        round_trip, one_both.loss, one, _slower(one_both.upload, one_both.download), COUNT, many,
-        _slower(many_both.upload, many_both.download),
-    )  # fmt: skip
-
-
-def _slower(up: float | None, down: float | None) -> float:
-    """The rate of the slower way; nothing was carried where one could not be timed."""
-    return min(up or 0.0, down or 0.0)
+            found = ask(peer, count, send, receive)
+        if len(found.rates) == send + receive:
+            return found
+    raise ProtocolError(f"what {count} connections carry could not be timed, twice")
 
 
 def ask(peer: Connection, count: int, send: bool, receive: bool) -> Carried:

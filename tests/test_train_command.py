@@ -103,8 +103,11 @@ def test_one_process_from_start_to_saved_model(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "(2/2)" in done.stderr and "done: " in done.stderr.splitlines()[-2]
-    kinds = [event["kind"] for event in read_events(tmp_path / "out" / "metrics.jsonl")]
+    events = read_events(tmp_path / "out" / "metrics.jsonl")
+    kinds = [event["kind"] for event in events]
     assert kinds.count("step") == 2 and kinds[-1] == "end"
+    (memory,) = events[-1]["memory"]
+    assert 50e6 < memory < 5e9  # Python and torch take more than the one, this model less than the other
     assert (tmp_path / "out" / "model" / "config.json").exists()
     again = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert again.returncode == 2 and "--resume" in again.stderr and "Traceback" not in again.stderr

@@ -1,12 +1,13 @@
 """`thinwire bench optimus`: Optimus-CC's ladder, rung by rung, and ours beside it; and which stages to compress.
 
 baseline → compressed backprop → + lazy error → + epilogue only → + fused embedding → + selective stages; then our
-critical set with AQ-SGD forward, and the preset max. Three parts, kept in the JSON file as they come: losses can
-be had on a busy machine, times on an idle one:
+critical set with AQ-SGD forward, and the preset max. Four parts, kept in the JSON file as they come: losses and memory
+can be had on a busy machine, times on an idle one:
 
 loss    a model pre-trained a while is fine-tuned on dp 2 × pp 4, unshaped, a run per rung and seed
 time    a few warm steps per rung on dp 2 × pp 4 at --rate
 stages  the same mesh, gradients of the first 0, 1, … 4 stages compressed: measured, simulated, and what slack picks
+memory  the same mesh and a model of 25 M parameters, unshaped: the most that a rank takes, by rung
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from thinwire.train.config.sections import TrainConfig, read_config
 from thinwire.train.local import PRELOAD, train_local
 from thinwire.train.metrics import read_events
 
-PARTS = ("all", "loss", "time", "stages")
+PARTS = ("all", "loss", "time", "stages", "memory")
 DEEP = {"dp": 2, "pp": 4, "microbatches": 4}
 MARK = ".bench-optimus"  # in a folder of ours
 TIMED = 4  # steps, the first of which does not count
@@ -39,6 +40,7 @@ DOCUMENT: dict[str, dict[str, Any]] = {
     "optim": {"batch": 16, "warmup": 5, "lr": 1e-3},
     "run": {"checkpoint_every": 0, "eval_every": 0},
 }
+LARGE = {"hidden": 512, "layers": 8, "heads": 8}  # a model whose gradients and residuals show in a rank's memory
 FUSED, SEPARATE = {"sync": "fused"}, {"sync": "separate"}
 LOW = {"codec": "low_rank", "rank": 16}
 OPTIMUS, OURS = PRESETS["paper-optimus"], PRESETS["max"]
@@ -81,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         bench.times()
     if args.part in ("all", "stages"):
         bench.stages()
+    if args.part in ("all", "memory"):
+        bench.memory()
     bench.show()
     if args.figure and "stages" in bench.result:
         draw(bench.result["stages"], args.figure)
@@ -143,6 +147,18 @@ class Bench:
                 rows.append(row | self._timed(network, wire, f"first-{count}", tied=False))
         self._keep("stages", {"rows": rows, "slack": slack, "picked": found["stages"], "times": found["measured"]})
 
+    def memory(self) -> None:
+        """The peak of every rank, of a model large enough for it to show."""
+        with Network(hosts=8, preload=PRELOAD) as network:
+            for rung in self.rungs:
+                rows = [row for row in self.result.get("memory", []) if row["rung"] != rung]
+                wire = LADDER[rung]
+                if rung == "+ selective stages":  # this model's matrices are large enough for the paper's own rank
+                    wire = OPTIMUS
+                config = self._timed_config(f"memory-{rung}".replace(" ", "-"), wire, tied=True, **LARGE)
+                end = train_local(config, network=network, label=rung)[-1]
+                self._keep("memory", [*rows, {"rung": rung, "ranks": end["memory"]}])
+
     # --- single runs
 
     def _pretrained(self, network: Network) -> Path:
@@ -171,16 +187,20 @@ class Bench:
 
     def _timed(self, network: Network, wire: dict[str, Any], name: str, tied: bool) -> dict[str, Any]:
         """Seconds and bytes of a step on samples that have been seen."""
-        name = name.replace(" ", "-")
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        batch = 2 * DOCUMENT["optim"]["batch"]
-        config = self._config(name, wire, 0, DEEP, model={"tied": tied}, optim={"steps": 1 + TIMED, "batch": batch},
-                              data={"samples": batch, "held_out": 0.0, "corpus_bytes": 100_000})  # fmt: skip
+        config = self._timed_config(name.replace(" ", "-"), wire, tied)
         events = [e for e in train_local(config, network=network, label=name) if e["kind"] == "step"]
         taken = [e["step_seconds"] for e in events][1:]
         before, after = sent(events[-2]), sent(events[-1])
         own = {kind: value - before[kind] for kind, value in after.items()}
         return {"seconds": statistics.median(taken), "taken": taken, "sent": own}
+
+    def _timed_config(self, name: str, wire: dict[str, Any], tied: bool, **model: int) -> TrainConfig:
+        """Of a run of a few steps on the same samples."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        batch = 2 * DOCUMENT["optim"]["batch"]
+        data = {"samples": batch, "held_out": 0.0, "corpus_bytes": 100_000}
+        optim = {"steps": 1 + TIMED, "batch": batch}
+        return self._config(name, wire, 0, DEEP, model={"tied": tied, **model}, data=data, optim=optim)
 
     def _config(
         self, name: str, wire: dict[str, Any], seed: int, mesh: dict[str, Any], **changed: dict[str, Any]
@@ -217,6 +237,11 @@ class Bench:
             ("rung", "step s", "sent per step", "held-out excess % ± 95 %"),
             rows,
         )
+        if "memory" in self.result:
+            peaks = {row["rung"]: row["ranks"] for row in self.result["memory"]}
+            table("The most that ranks take", ("rung", "one rank", "all ranks"), [
+                (rung, show_bytes(max(ranks)), show_bytes(sum(ranks))) for rung, ranks in peaks.items()
+            ])  # fmt: skip
         if "stages" in self.result:
             part = self.result["stages"]
             shown = [(str(r["stages"]), f"{r['seconds']:.3f}", f"{r['simulated']:.3f}") for r in part["rows"]]

@@ -115,6 +115,10 @@ def _results(summary: Summary) -> str:
         columns = (*columns, "accuracy", "Matthews' correlation")
         scores = [(markup.number(line.accuracy), markup.number(line.matthews)) for line in summary.lines]
         rows = [(*row, *more) for row, more in zip(rows, scores)]
+    if any(line.memory is not None for line in summary.lines):
+        columns = (*columns, "peak memory of a rank")
+        peaks = [markup.ABSENT if line.memory is None else show_bytes(line.memory) for line in summary.lines]
+        rows = [(*row, peak) for row, peak in zip(rows, peaks)]
     words = (
         f"Time to loss: the first time at the worst of the final losses. Speed-up: {summary.lines[0].name}'s time to "
         "that loss over the run's own. Times leave out evaluation and checkpoints."

@@ -33,9 +33,14 @@ class Run:
     about: Event  # the "run" event, empty where it is missing
     steps: tuple[Event, ...]
     evals: tuple[Event, ...]
-    ended: bool
+    end: Event | None  # the "end" event; None: the run has not ended
     told: tuple[Event, ...] = ()  # all others but "sites": notes, decisions, and kinds that this version does not know
     notes: tuple[str, ...] = ()
+
+    @property
+    def ended(self) -> bool:
+        """Has it come to its last step?"""
+        return self.end is not None
 
     @property
     def last_step(self) -> int:
@@ -63,6 +68,13 @@ class Run:
     def raw(self) -> float | None:
         """What fp32 would have sent."""
         return number(self.steps[-1], "raw_bytes") if self.steps else None
+
+    @property
+    def memory(self) -> float | None:
+        """The most bytes that a rank has taken; None: not recorded, as by earlier versions."""
+        ranks = self.end.get("memory") if self.end else None
+        known = [number({"rank": one}, "rank") for one in ranks] if isinstance(ranks, list) else []
+        return max((one for one in known if one is not None), default=None)
 
     @property
     def held_out(self) -> float | None:
@@ -193,7 +205,7 @@ def make_run(folder: Path, events: Sequence[Event]) -> Run:
     about = kinds["run"][0] if kinds["run"] else {}
     name = plain(str(about.get("name") or folder.resolve().name))
     told = tuple(e for e in events if e.get("kind") not in kinds)
-    return Run(folder, name, _config(folder), about, kinds["step"], kinds["eval"], bool(kinds["end"]), told)
+    return Run(folder, name, _config(folder), about, kinds["step"], kinds["eval"], next(iter(kinds["end"]), None), told)
 
 
 def _events(path: Path) -> tuple[Sequence[Event], list[str]]:

@@ -28,6 +28,7 @@ class Line:
     raw: float | None
     accuracy: float | None = None  # of a classifier, as the next
     matthews: float | None = None
+    memory: float | None = None  # of the rank that took most
 
     @property
     def saving(self) -> float | None:
@@ -65,7 +66,7 @@ def _line(run: Run, target: float | None, first: float | None) -> Line:
     speedup = first / time if first and time else None
     return Line(
         run.name, run.last_step, run.seconds, run.held_out, time, sent, speedup, run.total, run.sent, run.raw,
-        run.score("accuracy"), run.score("matthews"),
+        run.score("accuracy"), run.score("matthews"), run.memory,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from thinwire.train.saving.publish import publish
 from thinwire.train.saving.snapshot import DECISION, Position, Snapshot
 from thinwire.train.sites.member import Member
 from thinwire.train.stop import StopRequest
-from thinwire.train.totals import NUMBERS, Totals
+from thinwire.train.totals import NUMBERS, Totals, peak_memory
 from thinwire.train.tune.replan import StepWatch, carried_over, is_same
 from thinwire.train.vote import Ballot, Vote
 
@@ -122,7 +122,7 @@ class Trainer:
                 return held_out
             if last or planned or (config.checkpoint_every and self.step % config.checkpoint_every == 0):
                 self._save()
-        self._write("end", seconds=self.seconds)
+        self._write("end", seconds=self.seconds, memory=peak_memory(config.device))
         publish(self.parts, self.out / "model", self.checkpoints.shared)
         return held_out
 

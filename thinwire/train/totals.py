@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,6 +123,26 @@ def by_rank(everyone: Sequence[Tensor]) -> dict[str, Any]:
     }
     measured = {name: values for name, values in errors.items() if any(value is not None for value in values)}
     return {"sent": [int(sum(row[1:BYTES])) for row in rows], "errors": measured}
+
+
+def peak_memory(device: str) -> list[int]:
+    """The most bytes that each rank has taken so far: of its card where device is "cuda", else of the host's memory.
+
+    Called by all ranks together.
+    """
+    own = torch.cuda.max_memory_allocated() if device == "cuda" else _host_peak()
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.tensor([own]))
+    return [int(one) for one in found]
+
+
+def _host_peak() -> int:
+    """Of this process, in bytes. Linux says it exactly; elsewhere a forked process may have its parent's."""
+    with suppress(FileNotFoundError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
 
 
 def _ratio(total: float, count: float) -> float | None:

@@ -44,6 +44,7 @@ LENGTHS = {
     "an4": (10, 20, 80),
     "an4-sgd": (),
     "an4-small": (10, 20, 80),
+    "an4-small-sgd": (10, 20, 80),
 }  # epochs, beside the full schedule's
 LARGE = ["vgg", "llama", "an4", "an4-sgd"]
 Rows = dict[tuple[Any, ...], dict[str, Any]]
@@ -80,6 +81,9 @@ def plan(options: argparse.Namespace) -> list[Run]:
     runs += [*full("vgg", (0, 1, 2), rest), *full("llama", (1, 2), rest), *lengths("llama", slice(2, 3))]
     runs += [*full("vgg", (0,), CORE, rate=0.5), *full("llama", (0,), CORE, rate=0.5), *lengths("an4", slice(2, 3))]
     runs += [*full("an4-small", (0, 1, 2), claimed["an4-small"]), *lengths("an4-small", slice(2))]
+    runs += full("an4-small-sgd", (0, 1, 2), (*published[:2], WARM_1, "Ok-Topk 2 %", "Ok-Topk 1 %", "4 bits"))
+    runs += [run for rate in (0.5, 2) for run in full("an4-small-sgd", (0,), published[:2], rate=rate)]
+    runs += lengths("an4-small-sgd", slice(2))
     return [
         run for run in dict.fromkeys(runs)
         if run.task in options.tasks and run.method in options.methods and run.seed in options.seeds

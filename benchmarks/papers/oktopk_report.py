@@ -16,6 +16,7 @@ Row = dict[str, Any]
 TITLES = {
     "vgg": "VGG-16, CIFAR-10, SGD", "llama": "Llama-class, Python source, AdamW", "an4": "two-layer LSTM, AN4, Adam",
     "an4-sgd": "two-layer LSTM, AN4, SGD", "an4-small": "two-layer LSTM of 256, AN4, Adam",
+    "an4-small-sgd": "two-layer LSTM of 256, AN4, SGD",
 }  # fmt: skip
 SHOWN = {"error": "test error, %", "letters": "letter errors, %", "words": "word errors, %"}
 BEGIN, END = "<!-- oktopk.py writes from here -->", "<!-- to here -->"

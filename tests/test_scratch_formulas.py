@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from thinwire.bench.scratch import codes
 from thinwire.bench.scratch.codes import Tokens, TransformCode
 from thinwire.bench.scratch.lengths import summed
 from thinwire.bench.scratch.options import planned
@@ -21,6 +22,7 @@ from thinwire.codecs.transform import CLASSES
 from thinwire.codecs.transform_fit import Moments, eigenvectors, fit
 from thinwire.config.wire import Link
 from thinwire.errors import UsageError
+from thinwire.kernels.random import derive, hash32
 from thinwire.pipeline.lane import Lane, Message
 
 WIDTH, TOKENS = 64, 9
@@ -52,8 +54,10 @@ def test_formulas_err_as_the_codecs_do(name):
     assert "rotated" in name or torch.equal(ours, coded)
 
 
-def test_a_book_gives_the_codec_s_own_values():
-    """To a rounding: nothing is random in a learnt basis."""
+def test_a_book_gives_the_codec_s_own_values(monkeypatch):
+    """To a rounding, with the signs that the codec draws."""
+    signs = 1 - 2.0 * (hash32(torch.arange(8 * 32 * WIDTH), derive("groups", 0)) & 1)
+    monkeypatch.setattr(codes, "random_signs", lambda like: signs.view(like.shape))
     x, ids = values(0)
     codec, ours = Transform(2, every=100), TransformCode(Transform(2, every=100), WIDTH, TOKENS, 0.0, CPU)
     book = fit(codec, Moments.of(x))

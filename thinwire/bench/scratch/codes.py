@@ -25,7 +25,7 @@ from thinwire.bench.scratch.formulas import (
     work,
 )  # fmt: skip
 from thinwire.codecs import Codec
-from thinwire.codecs.transform import CLASSES, MOST_BITS, STEP, Book, Transform, block_of
+from thinwire.codecs.transform import CLASSES, MOST_BITS, STEP, Book, Transform, block_of, group_of
 from thinwire.codecs.transform_fit import LOOKED_AT, Moments, allotted, allotted_to, eigenvectors, energies_of, spread
 from thinwire.memory.fitted import LOOKED, due
 
@@ -66,11 +66,46 @@ class Code:
         return False
 
 
-class TransformCode(Code):
-    """Of a Transform: by rotation, or in a learnt basis; with token means before it where `tokens` is not 0.
+class FittedCode(Code):
+    """Of values beside the means of their tokens, where `tokens` is not 0.
 
-    codec: as configured. width: of rows. vocabulary: of tokens. tokens: rate of their means. Books and means follow
-    the rules of memory/fitted.py. flags, any of:
+    codec: of what is left. width: of rows. vocabulary: of tokens. tokens: rate of their means, by the rules of
+    memory/fitted.py.
+    """
+
+    def __init__(self, codec: Codec, width: int, vocabulary: int, tokens: float, device: torch.device) -> None:
+        super().__init__(codec)
+        self.width, self.rate = width, tokens
+        self.table = torch.zeros(vocabulary if tokens else 0, width, device=device)
+        self.visits = torch.zeros(len(self.table), device=device)
+        self.errors = torch.zeros(2, device=device)  # energy of errors and of values
+
+    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+        rows, flat = x.reshape(-1, self.width), tokens.ids.reshape(-1)
+        means = self.table[flat] if self.rate else None
+        decoded = self._decoded(rows, means).float()
+        if self.rate:
+            self._follow(flat, tokens.counts, decoded)
+        out = decoded if means is None else means + decoded
+        if self.looking:
+            some, left = rows[::SAMPLED].float(), out[::SAMPLED]
+            self.errors += torch.stack(((some - left).square().sum(), (some - some.mean(0)).square().sum()))
+        return out.view(x.shape).to(x.dtype)
+
+    def _decoded(self, rows: Tensor, means: Tensor | None) -> Tensor:
+        """What the other end has of rows beside their means."""
+        return coded(rows.float() if means is None else rows.float() - means, self.codec)
+
+    def _follow(self, ids: Tensor, counts: Tensor, decoded: Tensor) -> None:
+        total = torch.zeros_like(self.table).index_add_(0, ids, decoded)
+        self.visits += counts > 0
+        moved(self.table, total, self.visits, counts, self.rate)
+
+
+class TransformCode(FittedCode):
+    """Of a Transform: by rotation, or in a learnt basis, whose books follow the rules of memory/fitted.py.
+
+    Arguments as of FittedCode. flags, any of:
       ideal   errs as the best code of so many bits in the same basis would, by the rate-distortion bound
       sized   learns only how unlike in size rows are; every message is rotated at random
       soft    bits go by the square roots of variances, and so more evenly
@@ -83,8 +118,7 @@ class TransformCode(Code):
         self, codec: Transform, width: int, vocabulary: int, tokens: float, device: torch.device,
         flags: frozenset[str] = frozenset(),
     ) -> None:  # fmt: skip
-        super().__init__(codec)
-        self.width, self.rate = width, tokens
+        super().__init__(codec, width, vocabulary, tokens, device)
         self.ideal, self.sized = "ideal" in flags, "sized" in flags
         self.soft, self.masked = "soft" in flags, "masked" in flags
         room = 1 + CLASSES if codec.learns else 1
@@ -95,25 +129,13 @@ class TransformCode(Code):
         self.seen = Moments(*(torch.zeros(shape, device=device) for shape in shapes))
         self.coming: Moments | None = None  # what the book that this step brings is made of
         self.last: tuple[Moments, Tensor | None] | None = None  # what the book in use was made of, and its basis
-        self.table = torch.zeros(vocabulary if tokens else 0, width, device=device)
-        self.visits = torch.zeros(len(self.table), device=device)
-        self.errors = torch.zeros(2, device=device)  # energy of errors and of values
         self.set_bits(codec.bits)
 
-    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
-        rows, flat = x.reshape(-1, self.width), tokens.ids.reshape(-1)
-        means = self.table[flat] if self.rate else None
+    def _decoded(self, rows: Tensor, means: Tensor | None) -> Tensor:
         z, scale = beside_means(rows, means)
         if self.codec.learns and self.looking:
             self._look(z)
-        decoded = self._through(z, scale).float()
-        if self.rate:
-            self._follow(flat, tokens.counts, decoded)
-        out = decoded if means is None else means + decoded
-        if self.looking:
-            some, left = rows[::SAMPLED].float(), out[::SAMPLED]
-            self.errors += torch.stack(((some - left).square().sum(), (some - some.mean(0)).square().sum()))
-        return out.view(x.shape).to(x.dtype)
+        return self._through(z, scale)
 
     def _through(self, z: Tensor, scale: Tensor) -> Tensor:
         """Of Transform's two ends what becomes of rows."""
@@ -121,8 +143,11 @@ class TransformCode(Code):
         room = slice(1, None) if self.made and len(z) % CLASSES == 0 else slice(0, 1)
         classes = class_of(scale, CLASSES if room.start else 1)
         if self.made and self.basis is not None:
-            basis = self.basis.to(z.dtype)
-            return code(z @ basis, scale, classes, self.steps[room], self.bits[room]) @ basis.T
+            basis, group = self.basis.to(z.dtype), group_of(self.width)
+            mixed = (z @ basis).view(-1, group)
+            signs = random_signs(mixed)
+            values = code(rotated(mixed, signs).view(z.shape), scale, classes, self.steps[room], self.bits[room])
+            return rotated(values.view(mixed.shape), signs, back=True).view(z.shape) @ basis.T
         blocks = z.view(-1, block_of(self.width))
         signs = random_signs(blocks)
         values = code(rotated(blocks, signs).view(z.shape), scale, classes, self.steps[room], self.bits[room])
@@ -143,11 +168,6 @@ class TransformCode(Code):
             self.seen.products += unit.T @ unit / len(unit)
         self.seen.energies += energies_of(rows.square().mean(1))
         self.seen.count += 1
-
-    def _follow(self, ids: Tensor, counts: Tensor, decoded: Tensor) -> None:
-        total = torch.zeros_like(self.table).index_add_(0, ids, decoded)
-        self.visits += counts > 0
-        moved(self.table, total, self.visits, counts, self.rate)
 
     def set_bits(self, bits: float) -> None:
         self.codec = Transform(bits, self.codec.every)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Cast, Codec, Identity, Quantize, Rotated
-from thinwire.codecs.transform import OCTAVE
+from thinwire.codecs.transform import OCTAVE, gain
 from thinwire.kernels.quantize import SHRINKS, choose_scales, qmax, round_codes, spare_level
 from thinwire.kernels.scales import decode_scale, encode_scale
 
@@ -122,15 +122,17 @@ def quantised(y: Tensor, scale: Tensor, classes: Tensor, steps: Tensor, bits: Te
     half = torch.exp2(number - 1).floor()
     codes = torch.floor(y.float() / scale / step.clamp_min(TINY))
     codes = torch.minimum(torch.maximum(codes, -half), torch.exp2(number) - 1 - half)
-    return (torch.where(number > 0, (codes + 0.5) * step, 0) * scale).to(y.dtype)
+    return (torch.where(number > 0, (codes + 0.5) * step * gain(bits.long())[classes], 0) * scale).to(y.dtype)
 
 
 @fused
 def blurred(y: Tensor, scale: Tensor, classes: Tensor, steps: Tensor, bits: Tensor) -> Tensor:
-    """What the best code of normal values would leave: (1 − D)·y + √(D·(1 − D))·σ·noise, D = 4^(−bits). σ: steps."""
+    """What the best code of normal values would leave, over 1 − D: y + √(D/(1 − D))·σ·noise, D = 4^(−bits); nothing
+    of what has no bits. σ: steps."""
     error = torch.exp2(-2 * bits[classes])
     noise = torch.randn(y.shape, device=y.device) * scale * steps[classes]
-    return ((1 - error) * y.float() + (error * (1 - error)).sqrt() * noise).to(y.dtype)
+    left = y.float() + (error / (1 - error).clamp_min(TINY)).sqrt() * noise
+    return torch.where(error < 1, left, 0).to(y.dtype)
 
 
 def class_of(scale: Tensor, classes: int) -> Tensor:

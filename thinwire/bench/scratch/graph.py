@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire.bench.pipeline_options import Setup
 from thinwire.bench.pipeline_ranks import loss_of, stages_of
 from thinwire.bench.scratch import formulas
-from thinwire.bench.scratch.codes import Code, Tokens, TransformCode, books, looked_at
+from thinwire.bench.scratch.codes import Code, FittedCode, Tokens, TransformCode, books, looked_at
 from thinwire.bench.scratch.corpus import text
 from thinwire.bench.scratch.options import Scratch
 from thinwire.bench.scratch.rows import Row
@@ -112,7 +112,7 @@ class Run:
         the steps whose messages were looked at."""
         out = []
         for codes in zip(*self.codes):
-            sums = [code.errors for code in map(inner, codes) if isinstance(code, TransformCode)]
+            sums = [code.errors for code in map(inner, codes) if isinstance(code, FittedCode)]
             out.append([float(f"{float(one[0] / one[1]):.4g}") for one in sums])
             for one in sums:
                 one.zero_()

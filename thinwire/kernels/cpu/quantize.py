@@ -28,7 +28,7 @@ from thinwire.kernels.cpu.scalar import (
     scale_value,
     write,
 )  # fmt: skip
-from thinwire.kernels.quantize import FULL, GRID, LEAST_SQUARES, NEAREST, SHRINKS, STOCHASTIC
+from thinwire.kernels.quantize import FULL, GRID, LEAST_SQUARES, NEAREST, STOCHASTIC
 from thinwire.kernels.random import split
 from thinwire.kernels.scales import SIGN
 
@@ -88,7 +88,7 @@ def best_shrink(x, extreme, steps, inverses, shrinks, qmax, grid):
     for i in range(x.size):
         grid[i] = np.int32(np.rint(read(x, i) / extreme * np.float32(GRID)))
     best, choice = np.int64(1) << 62, 0
-    for j in range(SHRINKS):
+    for j in range(steps.size):
         step, inverse, error = steps[j], inverses[j], np.int64(0)
         for i in range(x.size):
             q = np.int32(np.rint(np.float32(grid[i]) * inverse))
@@ -248,7 +248,7 @@ def _dequantize(packed, tail, out, bits, block, add):
 @functools.cache
 def shrink_table(bits):
     """The least-squares candidates as arrays: (steps, inverses, shrinks)."""
-    steps, inverses, shrinks = zip(*(layout.shrink_candidate(j, bits) for j in range(SHRINKS)))
+    steps, inverses, shrinks = zip(*layout.shrink_candidates(bits))
     return np.array(steps, np.int32), np.array(inverses, np.float32), np.array(shrinks, np.float32)
 
 

@@ -30,7 +30,7 @@ from thinwire.kernels.gpu.scratch import true_flag
 from thinwire.kernels.random import split
 
 NEAREST, STOCHASTIC, LEAST_SQUARES, FULL_GRID = (tl.constexpr(mode) for mode in range(4))
-GRID, SHRINKS = tl.constexpr(float(layout.GRID)), tl.constexpr(layout.SHRINKS)
+GRID, CANDIDATES = tl.constexpr(float(layout.GRID)), tl.constexpr(len(layout.FINE))
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def best_shrink(x, extreme, QMAX: tl.constexpr, TABLE: tl.constexpr):
     t, grid = as_float(lifted), as_integer(lifted)
     best = tl.full([x.shape[1]], 1 << 62, tl.int64)
     shrink = tl.full([x.shape[1]], 1.0, tl.float32)
-    for j in tl.static_range(SHRINKS):
+    for j in tl.static_range(CANDIDATES):
         q = tl.minimum(tl.maximum(t * TABLE[j][1], -QMAX * 1.0), QMAX + 1.0)
         off = grid - as_integer(rounded(q)) * TABLE[j][0]
         # eight squares below 2^28 fit 32 bits: only the sum across a part needs 64
@@ -166,7 +166,7 @@ def _dequantize(
 @functools.cache
 def candidates(bits):
     """The least-squares candidates, for the kernel to unroll: (step, 1/step, c) each."""
-    return tuple(layout.shrink_candidate(j, bits) for j in range(layout.SHRINKS))
+    return tuple(layout.shrink_candidates(bits))
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from train_ranks import settings
@@ -66,6 +68,8 @@ def test_the_preset_keeps_nothing_of_samples():
     assert wire.forward == wire.backward == Link(c.Rotated(c.Quantize(4, scale="mse")))
     assert not wire.forward.remembers_samples and Wire.of("max").forward.remembers_samples
     assert (wire.gradient, wire.embedding) == (Wire.of("max").gradient, Wire.of("max").embedding)
+    tokens = Wire.of("scratch-tokens")
+    assert replace(tokens, forward=wire.forward) == wire and tokens.forward == replace(wire.forward, tokens=0.5)
 
 
 def test_the_planner_prices_what_crosses_a_learned_boundary():

@@ -151,6 +151,8 @@ def stages_and_replicas_are_as_in_plain_torch() -> None:
         check(saved.ratio > 3, f"scratch: {saved}")
     with refused("torchtitan's samples have no ids"):
         staged("max")
+    with refused("torchtitan gives later stages no token ids"):
+        staged("scratch-tokens")
 
 
 CASES = [replicas_are_as_in_plain_hsdp, stages_and_replicas_are_as_in_plain_torch]

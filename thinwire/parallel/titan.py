@@ -74,6 +74,11 @@ class TitanWire:
                 "compress_titan: this wire remembers samples along the pipeline, and torchtitan's samples have no ids:"
                 ' take "safe" or "scratch"'
             )
+        if link is not None and link.tokens:
+            raise UsageError(
+                "compress_titan: this wire has token means along the pipeline, and torchtitan gives later stages no"
+                ' token ids: take "scratch"'
+            )
         make = functools.partial(CompressedStage, wire=self.wire, seed=self.seed)
         with stages_made_by(make) as stages:
             schedule, parts, first, last = self.original.pipelining_fn(model, **named)

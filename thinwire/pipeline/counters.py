@@ -16,7 +16,10 @@ from thinwire.pipeline.lane import Lane
 from thinwire.quantities import show_bytes
 
 LONG = 1000  # training steps after which it is said that no sample has come again, where their number is unknown
-ONCE = "samples that come once are better sent by the preset 'scratch': 4 bits each way, no memory of samples"
+ONCE = (
+    "samples that come once are better sent by the preset 'scratch': 4 bits each way, no memory of samples"
+    " ('scratch-tokens' where every rank is given token ids, as in thinwire train)"
+)
 
 
 @dataclass(frozen=True)

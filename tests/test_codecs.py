@@ -109,6 +109,28 @@ def test_least_squares_scale_helps_where_the_literature_says():
         assert error < plain and error == pytest.approx(expected, abs=0.035)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 5])
+@pytest.mark.parametrize("kind", ["gaussian", "student", "uniform", "alike", "few"])
+def test_few_scales_are_nearly_as_good_as_sixteen(kind, bits):
+    """Squared error beside that of the best of 16 scales per block, which are not rounded."""
+    x = tensor("student" if kind == "student" else "gaussian", (4000, 128), torch.float32, bits)
+    generator = torch.Generator().manual_seed(bits)
+    if kind == "uniform":
+        x = torch.rand(x.shape, generator=generator) - 0.5
+    elif kind == "alike":
+        x = x.sign() + 0.1 * x
+    elif kind == "few":
+        x = torch.where(torch.rand(x.shape, generator=generator) < 0.05, x, 0)
+    extreme = x.gather(1, x.abs().argmax(1, keepdim=True))
+    unit, most, best = x / torch.where(extreme == 0, 1, extreme), qmax(bits), torch.full((len(x),), torch.inf)
+    for j in range(16):
+        step = (1 - j / 20) / most
+        best = torch.minimum(best, (unit - (unit / step).round().clamp(-most, most + 1) * step).square().sum(1))
+    found = (roundtrip(c.Quantize(bits, scale="mse"), x.view(-1)).view_as(x) - x).square().sum()
+    least, common = (best * extreme[:, 0].square()).sum(), kind in ("gaussian", "student", "uniform")
+    assert found < 1.1 * least if common else found < 1.3 * least + 0.005 * x.square().sum()
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_the_full_grid_is_aq_sgds(bits):
     """AQ-SGD's code, in its own lines: fp16-like scale max|x|, levels −2^(b−1) … 2^(b−1) − 1 of max|x|/2^(b−1) each."""

@@ -199,7 +199,8 @@ def backward_in_graph(device: torch.device) -> None:
     with torch.cuda.stream(stream):
         model = DistributedDataParallel(model_of(device=device))
         compress_ddp(model, "max")
-        train(model, device)
+        for _ in range(3):  # torch wants 11 backward passes of DDP before a capture: its first ones read the clock
+            train(model, device)
     torch.cuda.synchronize()
     x = torch.randn(8, WIDTH, device=device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -21,9 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from thinwire.elastic import alarm as alarm_module
 from thinwire.elastic.alarm import Alarm
 from thinwire.elastic.alarmed import AlarmedMembers, meet
-from thinwire.elastic.aside import within
+from thinwire.elastic.aside import Aside, within
 from thinwire.elastic.require import OneLine, require_torchft
 
 LIMIT = 60.0  # seconds until a test is given up
@@ -65,6 +66,7 @@ ENDS = """
 import sys, threading, time
 from datetime import timedelta
 import torch, torch.distributed as dist
+from thinwire.elastic import alarm as alarm_module
 from thinwire.elastic.alarm import Alarm
 
 class Slow:
@@ -192,6 +194,30 @@ def test_a_member_that_dies_before_it_has_connected_is_given_up():
     said = all_at_once([lambda rank=rank: Alarm(store, rank, 4, HOST, 1.0) for rank in (0, 3)])
     assert isinstance(said[0], TimeoutError) and isinstance(said[1], OSError), said
     assert open_sockets() == before
+
+
+class Breaking(Aside):
+    """A wait that fails while its caller looks at it: it was not through at the first two looks."""
+
+    looks = 0
+
+    @property
+    def done(self) -> bool:  # type: ignore[override]
+        self.looks += 1
+        return self.looks > 2
+
+    @done.setter
+    def done(self, value: bool) -> None:
+        self.error = RuntimeError("the connection is closed")
+
+
+def test_a_wait_that_fails_as_the_alarm_rings_is_no_success(monkeypatch):
+    """A death closes Gloo's connections and the alarm's at the same time."""
+    monkeypatch.setattr(alarm_module, "Aside", Breaking)
+    alarm = Alarm(dist.HashStore(), 0, 1, HOST, 1.0)
+    alarm.ring("member 1 is gone")
+    with pytest.raises(RuntimeError, match="member 1 is gone"):
+        alarm.wait_for(lambda: None)
 
 
 class Pair(AlarmedMembers):

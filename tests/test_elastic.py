@@ -226,12 +226,8 @@ def test_a_newcomer_whose_state_has_other_parts_is_refused():
         other.register("schedule", print, dict)
         load, save = one.told["thinwire members"]
         load(save())
-        with pytest.raises(
-            UsageError, match=r"differs from the quorum in state: .*, model against .*, model, schedule"
-        ):
+        with pytest.raises(UsageError, match=r"differs from the quorum in state: model, .* against model, schedule, "):
             load(other.told["thinwire members"][1]())
-        with pytest.raises(UsageError, match=r"differs from the quorum in version: .* against 0.0.1"):
-            load(save() | {"version": "0.0.1"})
     finally:
         one.close(), other.close()
 

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from thinwire import __version__
 from thinwire.collectives.groups import ALONE, Group, world
 from thinwire.collectives.members import Elastic, Saved
 from thinwire.distributed.values import broadcast_json, gather_json
@@ -229,12 +228,12 @@ class Quorum(AlarmedMembers, Elastic):
             settle(counts)
 
     def _about(self) -> Saved:
-        return {"version": __version__, "state": ", ".join(sorted(self.told))}
+        return {"state": ", ".join(sorted(self.told))}
 
     def _compare(self, told: Saved) -> None:
-        for what, mine in self._about().items():
-            if told[what] != mine:
-                raise UsageError(f"this member differs from the quorum in {what}: {mine} against {told[what]}")
+        mine, theirs = self._about()["state"], told["state"]
+        if mine != theirs:
+            raise UsageError(f"this member differs from the quorum in state: {mine} against {theirs}")
 
     def _load(self, told: Saved) -> None:
         self._committed = int(str(told["committed"]))

@@ -232,8 +232,10 @@ def test_a_newcomer_whose_state_has_other_parts_is_refused():
         one.close(), other.close()
 
 
-def test_members_that_meet_over_ipv6():
-    """Two on one machine, by the addresses that they tell each other; one gives its own in brackets, as in a URL."""
+def test_members_that_meet_over_ipv6(monkeypatch):
+    """Two on one machine, by the addresses that they tell each other; one gives its own in brackets, as in a URL. Gloo
+    takes them too, and asks for no interface."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "of-another-network")
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:

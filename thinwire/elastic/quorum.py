@@ -46,13 +46,14 @@ class Quorum(AlarmedMembers, Elastic):
         quorum = tw.elastic.Quorum({"model": model, "optimizer": optimizer}, lighthouse.address)
 
     state: what a newcomer takes from a member, by name: weights, moments, schedules. What thinwire itself keeps takes
-    care of itself. lighthouse: its address. host: this member's address, by which the others reach it. min_members:
-    with fewer a step does not count. timeout: seconds without a byte; a member that lets others wait longer is left
-    out. patience: seconds to wait for the others at the beginning of a step: more than a step takes, with local
-    steps more than a round. name: shown in logs. slow: with local steps a site whose inner step takes more than so many
-    times the others' median makes fewer of them in a round; None: all make as many. inside: the process group of this
-    member's ranks, where it has several, as a pipeline has: its rank r meets rank r of the other members, and a step
-    counts on all its ranks or on none. All of them make a quorum, with equal arguments but `state` and `host`.
+    care of itself. lighthouse: its address. host: this member's address, by which the others reach it; Gloo's
+    connections are of that address too, whatever GLOO_SOCKET_IFNAME says. min_members: with fewer a step does not
+    count. timeout: seconds without a byte; a member that lets others wait longer is left out. patience: seconds to wait
+    for the others at the beginning of a step: more than a step takes, with local steps more than a round. name: shown
+    in logs. slow: with local steps a site whose inner step takes more than so many times the others' median makes fewer
+    of them in a round; None: all make as many. inside: the process group of this member's ranks, where it has several,
+    as a pipeline has: its rank r meets rank r of the other members, and a step counts on all its ranks or on none. All
+    of them make a quorum, with equal arguments but `state` and `host`.
 
     UsageError where torchft is not installed, or an argument is not allowed, as a host that others cannot reach.
     """
@@ -76,7 +77,7 @@ class Quorum(AlarmedMembers, Elastic):
         if rank == 0:
             _check_address(host, lighthouse)
         self.timeout = timedelta(seconds=timeout)
-        self.connections = alarmed_gloo(partial(meet, host, self.timeout), self.timeout)
+        self.connections = alarmed_gloo(partial(meet, host, self.timeout), host, self.timeout)
         try:
             self.healing = Healing(host, timeout, self._most_bytes)
         except OSError as error:
@@ -278,7 +279,7 @@ def _check_address(host: str, lighthouse: str) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
+    return host in ("localhost", "::1", "::", "0.0.0.0") or host.startswith("127.")
 
 
 def _reason(error: Exception) -> str:

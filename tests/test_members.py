@@ -212,6 +212,14 @@ def test_a_newcomer_with_other_settings_is_refused():
     reducer.close()
 
 
+@pytest.mark.parametrize(("option", "said"), [({"delay": 1}, "delay = 1, warmup = 0"), ({"warmup": 3}, "warmup = 3")])
+def test_local_steps_in_a_quorum_refuse_a_delay_and_a_warmup_in_a_line(option, said):
+    model = torch.nn.Linear(4, 4)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(UsageError, match=f"LocalSteps in a quorum: .*{said}.*both must be 0"):
+        tw.parallel.LocalSteps(model.named_parameters(), inner, "sparseloco", Alone(), every=4, **option)
+
+
 def test_a_newcomers_residual_is_a_copy_of_a_sites():
     sites = []
     for left in (3.0, None, 5.0):

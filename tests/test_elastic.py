@@ -15,8 +15,12 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -251,6 +255,63 @@ def test_members_that_meet_over_ipv6(monkeypatch):
         for member in members:
             member.join(LIMIT)
     assert [sum(counts) for counts in counted.values()] == [3, 3]
+
+
+class Site:
+    """Trains by itself, on a thread, in rounds with another. saved: what `save` gave on a site before."""
+
+    def __init__(self, address: str, seed: int, saved: dict | None = None) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Linear(8, 8)
+        self.inner = torch.optim.AdamW(self.model.parameters(), 0.01)
+        self.quorum = tw.elastic.Quorum({}, address, min_members=2, timeout=5 * SLOW)
+        if saved:
+            self.quorum.go_on_from(saved["rounds"], saved["batches"])
+        self.local = tw.parallel.LocalSteps(
+            self.model.named_parameters(), self.inner, "sparseloco", self.quorum, every=2,
+            state=saved and saved["local"],
+        )  # fmt: skip
+        self.begun = self.quorum.steps, len(self.inner.state), self.anchor()
+
+    def anchor(self) -> list[float]:
+        return self.local.fragments[0].anchors["weight"].flatten().tolist()
+
+    def train(self, rounds: int) -> dict:
+        while self.quorum.steps < rounds:
+            self.model(torch.randn(4, 8)).pow(2).sum().backward()
+            self.inner.step()
+            self.inner.zero_grad()
+            self.local.step()
+        saved = {"rounds": self.quorum.steps, "batches": self.quorum.batches, "local": self.local.state_dict()}
+        self.local.close(), self.quorum.close()
+        return saved
+
+
+def test_a_site_is_resumed_and_one_without_a_checkpoint_takes_its_state():
+    """All sites of a run were lost, and two checkpoints of its three are there: of four rounds, and of none."""
+    from thinwire.elastic import Lighthouse
+
+    def together(*works: Callable[[str], Any]) -> list[Any]:
+        with Lighthouse(min_members=2, join_seconds=20 * SLOW) as lighthouse, ThreadPoolExecutor(len(works)) as pool:
+            futures = [pool.submit(work, lighthouse.address) for work in works]
+            return [future.result(LIMIT) for future in futures]
+
+    def first(address: str, seed: int) -> dict:
+        return Site(address, seed).train(4)
+
+    def again(saved: dict | None, address: str) -> tuple[Site, dict]:
+        site = Site(address, 7, saved)
+        return site, site.train(6)
+
+    one, other = together(partial(first, seed=1), partial(first, seed=2))
+    assert one["rounds"] == other["rounds"] == 4
+    (back, _), (new, _) = together(partial(again, one), partial(again, None))
+    rank = next(iter(one["local"])).partition("/")[0]
+    kept = one["local"][f"{rank}/anchor/weight"].flatten().tolist()
+    assert back.begun == (5, 2, kept), "it goes on from round 4, with its moments; the meeting is round 5"
+    assert new.begun == (5, 2, kept), "and the other one has taken all of it"
+    assert back.anchor() == new.anchor() != kept
+    assert back.quorum.steps == 6
 
 
 def make_steps(address: str, host: str, counted: dict[str, list[bool]]) -> None:

@@ -12,15 +12,22 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from elastic_member import live
 
 import thinwire as tw
-from thinwire.errors import RunFailed
+from thinwire.errors import RunFailed, UsageError
 
 SLOW = float(os.environ.get("THINWIRE_TEST_SLOW", "1"))
 LIMIT = 250 * SLOW  # seconds until a run is given up
@@ -192,9 +199,130 @@ def test_members_that_are_fsdp_sites(tmp_path):
     assert found["a0"][-1]["weights"] != found["a1"][-1]["weights"], "they are two shards"
 
 
-def test_a_lighthouse_that_is_not_there_is_one_line():
+def quorum(address: str = "http://127.0.0.1:9", **options) -> tw.elastic.Quorum:
     from torch import nn
 
-    quorum = tw.elastic.Quorum({"model": nn.Linear(2, 2)}, "http://127.0.0.1:9", timeout=1.0, patience=2.0)
+    return tw.elastic.Quorum({"model": nn.Linear(2, 2)}, address, timeout=1.0, patience=2.0, **options)
+
+
+def test_a_lighthouse_that_is_not_there_is_one_line():
     with pytest.raises(RunFailed, match="the lighthouse cannot be reached"):
+        quorum().begin()
+
+
+def test_addresses_that_cannot_be_are_one_line_and_leave_no_thread():
+    before = threading.active_count()
+    with pytest.raises(UsageError, match=r"host 127.0.0.1: members on other machines .* the lighthouse is at 10.0.0.1"):
+        quorum("http://10.0.0.1:29510")
+    with pytest.raises(UsageError, match=r"lighthouse '10.0.0.1:29510': must be an address such as http://"):
+        quorum("10.0.0.1:29510", host="10.0.0.2")
+    with pytest.raises(UsageError, match=r"host 192.0.2.7: is no address of this machine"):
+        quorum(host="192.0.2.7")
+    assert threading.active_count() == before
+    with tw.elastic.Lighthouse() as first, pytest.raises(UsageError, match="no lighthouse can listen") as said:
+        tw.elastic.Lighthouse("127.0.0.1", int(first.address.rpartition(":")[2]))
+    assert str(said.value).endswith(f"join the one that is there (--lighthouse {first.address})")
+
+
+def test_a_newcomer_whose_state_has_other_parts_is_refused():
+    one, other = quorum(), quorum()
+    try:
+        other.register("schedule", print, dict)
+        load, save = one.told["thinwire members"]
+        load(save())
+        with pytest.raises(UsageError, match=r"differs from the quorum in state: model, .* against model, schedule, "):
+            load(other.told["thinwire members"][1]())
+    finally:
+        one.close(), other.close()
+
+
+def test_members_that_meet_over_ipv6(monkeypatch):
+    """Two on one machine, by the addresses that they tell each other; one gives its own in brackets, as in a URL. Gloo
+    takes them too, and asks for no interface."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "of-another-network")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    counted: dict[str, list[bool]] = {}
+    with tw.elastic.Lighthouse("::1", min_members=2, join_seconds=20 * SLOW) as lighthouse:
+        members = [
+            threading.Thread(target=make_steps, args=(lighthouse.address, host, counted), daemon=True)
+            for host in ("::1", "[::1]")
+        ]
+        for member in members:
+            member.start()
+        for member in members:
+            member.join(LIMIT)
+    assert [sum(counts) for counts in counted.values()] == [3, 3]
+
+
+class Site:
+    """Trains by itself, on a thread, in rounds with another. saved: what `save` gave on a site before."""
+
+    def __init__(self, address: str, seed: int, saved: dict | None = None) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Linear(8, 8)
+        self.inner = torch.optim.AdamW(self.model.parameters(), 0.01)
+        self.quorum = tw.elastic.Quorum({}, address, min_members=2, timeout=5 * SLOW)
+        if saved:
+            self.quorum.go_on_from(saved["rounds"], saved["batches"])
+        self.local = tw.parallel.LocalSteps(
+            self.model.named_parameters(), self.inner, "sparseloco", self.quorum, every=2,
+            state=saved and saved["local"],
+        )  # fmt: skip
+        self.begun = self.quorum.steps, len(self.inner.state), self.anchor()
+
+    def anchor(self) -> list[float]:
+        return self.local.fragments[0].anchors["weight"].flatten().tolist()
+
+    def train(self, rounds: int) -> dict:
+        while self.quorum.steps < rounds:
+            self.model(torch.randn(4, 8)).pow(2).sum().backward()
+            self.inner.step()
+            self.inner.zero_grad()
+            self.local.step()
+        saved = {"rounds": self.quorum.steps, "batches": self.quorum.batches, "local": self.local.state_dict()}
+        self.local.close(), self.quorum.close()
+        return saved
+
+
+def test_a_site_is_resumed_and_one_without_a_checkpoint_takes_its_state():
+    """All sites of a run were lost, and two checkpoints of its three are there: of four rounds, and of none."""
+    from thinwire.elastic import Lighthouse
+
+    def together(*works: Callable[[str], Any]) -> list[Any]:
+        with Lighthouse(min_members=2, join_seconds=20 * SLOW) as lighthouse, ThreadPoolExecutor(len(works)) as pool:
+            futures = [pool.submit(work, lighthouse.address) for work in works]
+            return [future.result(LIMIT) for future in futures]
+
+    def first(address: str, seed: int) -> dict:
+        return Site(address, seed).train(4)
+
+    def again(saved: dict | None, address: str) -> tuple[Site, dict]:
+        site = Site(address, 7, saved)
+        return site, site.train(6)
+
+    one, other = together(partial(first, seed=1), partial(first, seed=2))
+    assert one["rounds"] == other["rounds"] == 4
+    (back, _), (new, _) = together(partial(again, one), partial(again, None))
+    rank = next(iter(one["local"])).partition("/")[0]
+    kept = one["local"][f"{rank}/anchor/weight"].flatten().tolist()
+    assert back.begun == (5, 2, kept), "it goes on from round 4, with its moments; the meeting is round 5"
+    assert new.begun == (5, 2, kept), "and the other one has taken all of it"
+    assert back.anchor() == new.anchor() != kept
+    assert back.quorum.steps == 6
+
+
+def make_steps(address: str, host: str, counted: dict[str, list[bool]]) -> None:
+    """Three that count, with another member."""
+    quorum = tw.elastic.Quorum({}, address, host=host, min_members=2, timeout=5 * SLOW)
+    while quorum.steps < 3:
         quorum.begin()
+        x = torch.ones(4)
+        try:
+            quorum.all_reduce(x)
+        except RuntimeError as error:
+            quorum.report(error)
+        counted.setdefault(host, []).append(quorum.commit() and x.tolist() == [2.0] * 4)
+    quorum.close()

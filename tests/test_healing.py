@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import resource
 import socket
 import threading
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -17,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from thinwire.elastic import healing
+from thinwire.elastic import healing, streams
 from thinwire.elastic.fetching import Fetch
 from thinwire.elastic.healing import Healing
 from thinwire.elastic.packing import DTYPES, MAGIC, nbytes, pack, unpack
@@ -93,6 +96,8 @@ def test_more_than_is_expected_is_refused_before_it_is_allocated():
         (["float32", [2], 0, [1 << 40, 1, 1, 1]], "planes of"),
         (["float32", [-2, -2], 0, [1] * 4], "is announced"),
         (["object", [2], 0, [1]], "is announced"),
+        ([["float32"], [2], 0, [1] * 4], "a header that is no state's"),
+        (["float32", [0, 1 << 62, 1 << 62], 0, [0] * 4], "no place for a tensor"),
     ):
         header = json.dumps({"tree": {"tensor": 0}, "tensors": [entry]}).encode()
         with pytest.raises(ValueError, match=words):
@@ -219,6 +224,80 @@ def test_a_state_whose_packing_fails_and_one_of_too_many_tensors_are_errors_and_
     many = stream(ends, {str(i): torch.zeros(2) for i in range(10)})
     many.thread.join(60)
     assert many.failed == "10 tensors are announced, and at most 9 are expected"
+
+
+def test_a_state_for_which_there_is_no_memory_is_an_error_and_no_wait(ends, monkeypatch):
+    monkeypatch.setattr(streams, "unpack", lambda *about: bytearray(1 << 60))
+    fetching = Fetching(ends[0].metadata(), 1 << 20, 9)
+    fetching.thread.join(60)
+    assert fetching.failed == "MemoryError" and not fetching.done
+
+
+def served(member: Healing, newcomer: Healing) -> bool:
+    """Does a newcomer get the state?"""
+    member.send_checkpoint([1], 3, {"x": torch.ones(3)}, SECOND)
+    return newcomer.recv_checkpoint(0, member.metadata(), 3, SECOND)["x"].tolist() == [1.0] * 3
+
+
+def hung_up(caller: socket.socket) -> bool:
+    """Does the member end this connection, and nothing else?"""
+    caller.settimeout(60)
+    try:
+        return caller.recv(1) == b""
+    except ConnectionResetError:  # it had not read all
+        return True
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"[" * 4000 + b"\n", b"7\n", b'{"token": "\xc3\xa4", "offset": 0}\n', b'{"token": "TOKEN", "offset": 1e999}\n'],
+)
+def test_what_a_stranger_says_ends_no_more_than_its_own_connection(ends, monkeypatch, said):
+    errors = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    member, newcomer = ends
+    with socket.create_connection(member.listener.getsockname()) as stranger:
+        stranger.sendall(said.replace(b"TOKEN", member.token.encode()))
+        assert hung_up(stranger)
+    assert served(member, newcomer) and not errors
+
+
+def test_strangers_who_are_slow_or_many_are_hung_up_on(monkeypatch):
+    monkeypatch.setattr(healing, "MOST", 2)
+    member = Healing("127.0.0.1", 0.3, lambda: 0)
+    try:
+        address = member.listener.getsockname()
+        first, second, third = (socket.create_connection(address) for _ in range(3))
+        assert hung_up(third), "two are answered at a time"
+        sent = 0
+        with suppress(ConnectionError):
+            while sent < 400:  # all of a request must come within the 0.3 s, and not a byte of it
+                first.sendall(b"x")
+                sent += 1
+                time.sleep(0.02)
+        assert sent < 400 and hung_up(second)
+        assert until(lambda: served(member, Healing("127.0.0.1", 60.0, lambda: 1 << 20)))
+    finally:
+        member.shutdown()
+
+
+def test_who_has_too_many_files_open_for_a_while_serves_again(ends):
+    member, newcomer = ends
+    callers = [socket.socket() for _ in range(3)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(taken) + 1, limits[1]))
+    try:
+        for caller in callers:
+            caller.connect(member.listener.getsockname())
+        time.sleep(0.5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for number in taken:
+            os.close(number)
+        for caller in callers:
+            caller.close()
+    assert served(member, newcomer)
 
 
 def test_a_state_that_is_not_wanted_any_more_is_not_waited_for(ends):

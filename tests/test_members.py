@@ -212,6 +212,85 @@ def test_a_newcomer_with_other_settings_is_refused():
     reducer.close()
 
 
+def test_a_member_goes_on_from_its_own_part_whatever_its_number_was():
+    model = torch.nn.Linear(4, 4, bias=False)
+    reducer = tw.parallel.Reducer(model.named_parameters(), "max", Alone())
+    reducer.load_state_dict({"rank2of3/e/weight": torch.full((4, 4), 5.0), "rank2of3/step": torch.tensor(7)})
+    assert reducer.exchange.state_dict()["e/weight"].unique().tolist() == [5.0]
+    parts = {f"rank{r}of3/e/weight": torch.ones(4, 4) for r in range(2)}
+    with pytest.raises(UsageError, match="all parts are needed, not 2"):
+        reducer.load_state_dict(parts | {f"rank{r}of3/step": torch.tensor(7) for r in range(2)})
+    reducer.close()
+
+
+def site(
+    state: dict | None = None, wire: str = "sparseloco"
+) -> tuple[torch.nn.Linear, torch.optim.Optimizer, tw.parallel.LocalSteps]:
+    """In a quorum of one, which sends nothing; four inner steps per round."""
+    torch.manual_seed(0 if state is None else 1)
+    model = torch.nn.Linear(4, 4, bias=False)
+    inner = torch.optim.AdamW(model.parameters(), 0.1)
+    return (
+        model, inner, tw.parallel.LocalSteps(model.named_parameters(), inner, wire, Alone(), every=4, state=state)
+    )  # fmt: skip
+
+
+def train(model: torch.nn.Linear, inner: torch.optim.Optimizer, local: tw.parallel.LocalSteps, steps: int) -> None:
+    for number in range(steps):
+        model(torch.full((4,), 1.0 + number)).sum().backward()
+        inner.step()
+        inner.zero_grad()
+        local.step()
+
+
+def left(local: tw.parallel.LocalSteps) -> list[float]:
+    """The values of its residual."""
+    (unit,) = local.site.exchange.compressed
+    residual = local.site.residual(unit)
+    return [] if residual is None else residual.unique().tolist()
+
+
+def test_a_site_that_is_resumed_goes_on_from_its_part_and_on_another_number_from_the_anchor():
+    model, inner, local = site()
+    train(model, inner, local, 8)
+    (unit,) = local.site.exchange.compressed
+    local.site.exchange.channels[unit].state.write("e", unit.name, torch.full((16,), 3.0))
+    state = local.state_dict()
+    with pytest.raises(UsageError, match="who has met the others has theirs"):
+        local.load_state_dict(state)
+    own = {name.replace("rank0of1/", "rank2of3/"): value for name, value in state.items()}
+    again, moments, resumed = site(own)
+    assert resumed.steps == 8 and torch.equal(again.weight, model.weight)
+    assert torch.equal(moments.state[again.weight]["exp_avg"], inner.state[model.weight]["exp_avg"])
+    assert left(resumed) == [3.0]
+    train(model, inner, local, 4), train(again, moments, resumed, 4)
+    assert torch.equal(again.weight, model.weight), "the same bits"
+    other = {name.replace("rank2of3/", "rank0of3/"): v * 2 if "/e/" in name else v for name, v in own.items()}
+    none = {name.replace("rank2of3/", "rank1of3/"): v * 0 if "/e/" in name else v for name, v in own.items()}
+    another, moments, mean = site(own | other | none)
+    assert left(mean) == [3.0] and not moments.state, "(3 + 6 + 0) / 3"
+    assert torch.equal(another.weight, state["rank0of1/anchor/weight"])
+    for one in (local, resumed, mean):
+        one.close()
+
+
+def test_the_first_round_of_a_site_that_is_resumed_moves_nothing():
+    """Nobody has trained since the checkpoint, and the outer optimiser has a momentum."""
+    model, inner, local = site(wire="diloco")
+    train(model, inner, local, 8)
+    again, _, resumed = site(local.state_dict(), "diloco")
+    assert torch.equal(again.weight, model.weight)
+    local.close(), resumed.close()
+
+
+@pytest.mark.parametrize(("option", "said"), [({"delay": 1}, "delay = 1, warmup = 0"), ({"warmup": 3}, "warmup = 3")])
+def test_local_steps_in_a_quorum_refuse_a_delay_and_a_warmup_in_a_line(option, said):
+    model = torch.nn.Linear(4, 4)
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(UsageError, match=f"LocalSteps in a quorum: .*{said}.*both must be 0"):
+        tw.parallel.LocalSteps(model.named_parameters(), inner, "sparseloco", Alone(), every=4, **option)
+
+
 def test_a_newcomers_residual_is_a_copy_of_a_sites():
     sites = []
     for left in (3.0, None, 5.0):

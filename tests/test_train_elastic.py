@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import resource
 import sys
 import time
 from pathlib import Path
@@ -17,16 +18,19 @@ from safetensors.torch import load_file
 
 from thinwire import cli
 from thinwire.elastic import quorum as quorum_module
+from thinwire.elastic import streams
 from thinwire.elastic.healing import Healing
 from thinwire.elastic.quorum import Quorum
 from thinwire.errors import RunFailed
 from thinwire.lab.events import Event, load_events
 from thinwire.train.checkpoint import Checkpoints
+from thinwire.train.command import _ended
 from thinwire.train.config.sections import DataConfig
 from thinwire.train.data.batches import Batches
 from thinwire.train.data.samples import make_samples
 from thinwire.train.data.tokenizer import open_tokenizer
 from thinwire.train.members.late import Late
+from thinwire.train.members.launch import _watch
 from thinwire.train.members.roll import RECENT, Roll
 from thinwire.train.members.state import Shared
 from thinwire.train.metrics import read_events
@@ -269,6 +273,32 @@ def test_where_a_member_does_not_answer_another_one_is_asked(tmp_path):
     assert newcomer.late.shared.digest() == member.late.shared.digest()
 
 
+def test_a_state_that_does_not_come_at_all_ends_its_member_with_the_reason(tmp_path, caplog, monkeypatch):
+    member, newcomer = Rank(tmp_path / "a"), Rank(tmp_path / "b")
+    monkeypatch.setattr(streams, "unpack", lambda *about: bytearray(1 << 60))
+    newcomer.late.begin()
+    newcomer.late.meet([member.late.about(), newcomer.late.about()], 60.0)
+    deadline = time.monotonic() + 60
+    with pytest.raises(RunFailed, match="the others' state did not come in 10 attempts: MemoryError"):
+        while time.monotonic() < deadline:
+            newcomer.late.proceed(0)
+            time.sleep(0.01)
+    assert "the others' state did not come, and is asked for again: MemoryError" in caplog.text
+
+
+def test_means_that_cannot_be_kept_end_their_member_with_a_line(tmp_path):
+    """As where the disk is full."""
+    newcomer = Rank(tmp_path / "b")
+    newcomer.late.begin()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(RunFailed, match=r"b: the means of a step cannot be kept: .*File too large"):
+            newcomer.step(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_a_step_is_dealt_out_in_whole_micro_batches():
     samples = make_samples(DataConfig(seq_len=8, samples=60), open_tokenizer("bytes", None))
     batches = Batches(samples, 12, 0)
@@ -296,6 +326,24 @@ def test_what_members_cannot_be_combined_with(tmp_path, capsys, change, said):
     path.write_text(f"{change}\n")
     assert cli.main(["train", str(path), "--elastic"]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("statuses", "failed"), [([None, 1, 0], ""), ([None, 1, -9], "host1.0: it is broken")])
+def test_an_interrupted_run_has_not_failed_because_one_member_did(tmp_path, capsys, statuses, failed):
+    """host1 ended with an error; host2 left with a checkpoint when Ctrl-C was pressed, or was killed."""
+    looks = iter([False, True])
+    job = SimpleNamespace(
+        placements=[SimpleNamespace(rank=n, host_number=n, label=f"host{n}.0") for n in range(3)], statuses=statuses,
+        watch=lambda seconds: next(looks), output=lambda rank: ["it is broken"], seconds=1.0, lose=None,
+        ask_to_end=lambda rank: None,
+    )  # fmt: skip
+    merged = SimpleNamespace(follow=lambda say: None, ended=False)
+    script = SimpleNamespace(events=[], tick=lambda *about: None)
+    assert _watch(None, job, merged, script, SimpleNamespace(asked=True), tmp_path / "ended", None) == failed
+    assert "host1.0: it is broken" in capsys.readouterr().err and (tmp_path / "ended").exists()
+    steps = [{"kind": "step", "step": 7}]
+    assert _ended(steps, "done") == 130 and "stopped at step 7, with a checkpoint" in capsys.readouterr().out
+    assert _ended([*steps, {"kind": "end", "step": 8}], "done") == 0 and capsys.readouterr().out == "done\n"
 
 
 def test_who_came_and_went_and_who_is_slow():

@@ -26,10 +26,11 @@ Ranks = dict[int, dict[str, Tensor]]
 
 
 class RankState:
-    """An exchange's state under names that hold this rank, `rank` of `size`."""
+    """An exchange's state under names that hold this rank, `rank` of `size`. elastic: members come and go, and one goes
+    on from its own part, whatever its number was."""
 
-    def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
-        self.exchange, self.rank, self.size = exchange, rank, size
+    def __init__(self, exchange: Exchange, rank: int, size: int, elastic: bool = False) -> None:
+        self.exchange, self.rank, self.size, self.elastic = exchange, rank, size, elastic
 
     def follow(self) -> tuple[int, int]:
         """(members, this member's rank) as the exchange has them now: in a quorum they change."""
@@ -44,6 +45,9 @@ class RankState:
         """This rank's part, or, from another number of ranks, the mean of all of theirs. UsageError where parts are
         missing."""
         old, ranks = split(state)
+        if self.elastic and len(ranks) == 1:
+            self.exchange.load_state_dict(*ranks.values())
+            return
         if old == self.size:
             if self.rank not in ranks:
                 raise UsageError(f"the state has no part for rank {self.rank} of {self.size}")

@@ -99,7 +99,7 @@ class Reducer:
         streams = settled_streams(wire.streams, own or ALONE)
         self.exchange = Exchange(shapes, self.reduction, own or ALONE, seed, own_group=True, streams=streams)
         self.thread = thread or CommunicationThread("thinwire gradients")
-        self.checkpoint = RankState(self.exchange, self.rank, self.size)
+        self.checkpoint = RankState(self.exchange, self.rank, self.size, quorum is not None)
         agreeing = tuple(g for g in (own or quorum, shards) if g is not None)
         device = next(iter(self.parameters.values())).device
         following = None if quorum is None else Following(quorum, self.exchange, f"thinwire {name}", config, device)
@@ -287,7 +287,7 @@ class Reducer:
         return self.checkpoint.state_dict()
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """What state_dict gave on this rank, or, from another number of ranks, what it gave on all of them."""
+        """What state_dict gave on this rank (in a quorum, on one member), or, from another number, on all of them."""
         self.checkpoint.load_state_dict(state)
 
     def close(self) -> None:

@@ -49,12 +49,13 @@ class Alarm:
             aside.start()
         with self.changed:
             self.changed.wait_for(lambda: aside.done or self.reason, seconds)
-        if aside.done and aside.error is not None:
-            self.ring(f"a message failed in this step: {aside.error}")
-            raise aside.error
-        if not aside.done:
+            done = aside.done  # looked at once: the wait may fail in the moment in which the alarm rings
+        if not done:
             self.ring(f"no answer within {seconds} s")
             raise RuntimeError(self.reason)
+        if aside.error is not None:
+            self.ring(f"a message failed in this step: {aside.error}")
+            raise aside.error
         return aside.result
 
     def ring(self, reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -83,6 +84,11 @@ def listen(host: str, backlog: int | None = None) -> socket.socket:
     return socket.create_server((host, 0), family=family, backlog=backlog)
 
 
+def in_url(host: str) -> str:
+    """An address as it stands before a port: that of IPv6 in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def send_from(connection: socket.socket, piece: memoryview, offset: int) -> int:
     """The piece's bytes from the offset on: how many."""
     for start in range(offset, piece.nbytes, CHUNK):
@@ -90,10 +96,11 @@ def send_from(connection: socket.socket, piece: memoryview, offset: int) -> int:
     return max(0, piece.nbytes - offset)
 
 
-def read_line(connection: socket.socket) -> bytes:
-    """A line of at most LONGEST_REQUEST bytes."""
-    found = b""
+def read_line(connection: socket.socket, seconds: float) -> bytes:
+    """A line of at most LONGEST_REQUEST bytes, all of it within so many seconds."""
+    found, deadline = b"", time.monotonic() + seconds
     while not found.endswith(b"\n"):
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         byte = connection.recv(1)
         if not byte or len(found) == LONGEST_REQUEST:
             raise ValueError("no request")

@@ -22,6 +22,8 @@ from thinwire.elastic.fetching import Fetch, listen, read_line, send_from
 from thinwire.elastic.packing import pack, unpack
 from thinwire.elastic.streams import LONGEST, Stream
 
+MOST = 64  # callers at a time: more than a run has newcomers
+FULL = 0.1  # seconds until the next caller is looked for, where this process has too many files open
 KEPT = 60.0  # seconds for which a copy is kept for a newcomer whose connection broke
 
 
@@ -62,6 +64,8 @@ class Healing:
         self.taken = threading.Condition()  # a snapshot or a stream was taken
         self.sent = 0  # bytes
         self.received = 0
+        self.closed = False
+        self.places = threading.BoundedSemaphore(MOST)
         self.listener = listen(host)
         threading.Thread(target=self._serve, name="thinwire healing", daemon=True).start()
 
@@ -95,6 +99,7 @@ class Healing:
 
     def shutdown(self, wait: bool = True) -> None:
         """Serve no more, but for those who are being served."""
+        self.closed = True
         with suppress(OSError):  # it was shut down before
             self.listener.shutdown(socket.SHUT_RDWR)  # close() alone leaves the one thread waiting
         self.listener.close()
@@ -120,30 +125,36 @@ class Healing:
     # --- a member
 
     def _serve(self) -> None:
-        while True:
+        while not self.closed:
             try:
                 connection, _ = self.listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+            except OSError:  # closed; or the process has too many files open for now
+                time.sleep(FULL)
+                continue
+            if self.places.acquire(blocking=False):
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+            else:
+                connection.close()
 
     def _answer(self, connection: socket.socket) -> None:
         """One newcomer; whoever does not know the token gets nothing, nor does one whose connection breaks."""
         with connection:
-            connection.settimeout(self.timeout)
             try:
-                request = json.loads(read_line(connection))
+                request = json.loads(read_line(connection, self.timeout))
+                connection.settimeout(self.timeout)
                 if not secrets.compare_digest(str(request["token"]), self.token):
                     return
-                offset = int(request["offset"])
+                offset = max(0, int(request["offset"]))
                 if "stream" in request:
                     self._send_stream(connection, int(request["stream"]), offset)
                     return
                 snapshot = self._of_step(int(request["step"]))
                 if snapshot is not None:
                     self.sent += snapshot.send(connection, offset)
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 return
+            finally:
+                self.places.release()
 
     def _send_stream(self, connection: socket.socket, step: int, offset: int) -> None:
         """The next copy that is taken, where step is −1; else that of the step."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Self
 
+from thinwire.elastic.fetching import in_url
 from thinwire.elastic.require import require_torchft
+from thinwire.errors import UsageError
 
 
 class Lighthouse:
@@ -17,7 +19,7 @@ class Lighthouse:
     and stop it. port: 0 takes a free one. min_members: fewer do not train. join_seconds: how long those who are ready
     wait for others that are alive and not ready yet. lost_seconds: a member that was silent for so long is gone.
 
-    UsageError where torchft is not installed.
+    UsageError where torchft is not installed, or it cannot listen there.
     """
 
     def __init__(
@@ -27,11 +29,16 @@ class Lighthouse:
         require_torchft()
         from torchft.coordination import LighthouseServer
 
-        self.server = LighthouseServer(
-            bind=f"{host}:{port}", min_replicas=min_members, join_timeout_ms=round(1000 * join_seconds),
-            quorum_tick_ms=50, heartbeat_timeout_ms=round(1000 * lost_seconds),
-        )  # fmt: skip
-        self.address = f"http://{host}:{self.server.address().rpartition(':')[2]}"
+        place = in_url(host.strip("[]"))
+        try:
+            self.server = LighthouseServer(
+                bind=f"{place}:{port}", min_replicas=min_members, join_timeout_ms=round(1000 * join_seconds),
+                quorum_tick_ms=50, heartbeat_timeout_ms=round(1000 * lost_seconds),
+            )  # fmt: skip
+        except RuntimeError as error:
+            there = f": join the one that is there (--lighthouse http://{place}:{port})" if port else ""
+            raise UsageError(f"no lighthouse can listen at {place}:{port}: {error}{there}") from None
+        self.address = f"http://{place}:{self.server.address().rpartition(':')[2]}"
 
     def __enter__(self) -> Self:
         return self

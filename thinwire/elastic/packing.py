@@ -68,10 +68,10 @@ def unpack(read: Callable[[memoryview], None], limit: int) -> object:
     try:
         header = json.loads(_bytes(read, length))
         listed = [_Listed(*entry) for entry in header["tensors"]]
+        total = sum(one.checked_nbytes() for one in listed)
         tree = header["tree"]
     except (KeyError, RecursionError, TypeError) as error:
         raise ValueError(f"a header that is no state's: {error}") from None
-    total = sum(one.checked_nbytes() for one in listed)
     if total > limit:
         raise ValueError(f"a state of {total} bytes is announced, and at most {limit} are expected")
     tensors = [_receive(one, read) for one in listed]
@@ -102,7 +102,10 @@ class _Listed:
 
 
 def _receive(listed: _Listed, read: Callable[[memoryview], None]) -> Tensor:
-    tensor = torch.empty(listed.shape, dtype=DTYPES[listed.kind])
+    try:
+        tensor = torch.empty(listed.shape, dtype=DTYPES[listed.kind])
+    except (RuntimeError, TypeError) as error:  # no memory, or no shape of torch's
+        raise ValueError(f"no place for a tensor of shape {listed.shape}: {error}") from None
     raw = _raw(tensor)
     for plane, length in zip(raw.reshape(-1, tensor.itemsize).T, listed.lengths):
         sent = _bytes(read, length) if length else b""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ from thinwire.collectives.members import Elastic, Saved
 from thinwire.distributed.values import broadcast_json, gather_json
 from thinwire.elastic.alarm import Alarm
 from thinwire.elastic.alarmed import AlarmedMembers, meet
+from thinwire.elastic.fetching import in_url
 from thinwire.elastic.healing import Healing
 from thinwire.elastic.packing import nbytes
 from thinwire.elastic.require import require_torchft
@@ -44,15 +46,16 @@ class Quorum(AlarmedMembers, Elastic):
         quorum = tw.elastic.Quorum({"model": model, "optimizer": optimizer}, lighthouse.address)
 
     state: what a newcomer takes from a member, by name: weights, moments, schedules. What thinwire itself keeps takes
-    care of itself. lighthouse: its address. host: this member's address, by which the others reach it. min_members:
-    with fewer a step does not count. timeout: seconds without a byte; a member that lets others wait longer is left
-    out. patience: seconds to wait for the others at the beginning of a step: more than a step takes, with local
-    steps more than a round. name: shown in logs. slow: with local steps a site whose inner step takes more than so many
-    times the others' median makes fewer of them in a round; None: all make as many. inside: the process group of this
-    member's ranks, where it has several, as a pipeline has: its rank r meets rank r of the other members, and a step
-    counts on all its ranks or on none. All of them make a quorum, with equal arguments but `state` and `host`.
+    care of itself. lighthouse: its address. host: this member's address, by which the others reach it; Gloo's
+    connections are of that address too, whatever GLOO_SOCKET_IFNAME says. min_members: with fewer a step does not
+    count. timeout: seconds without a byte; a member that lets others wait longer is left out. patience: seconds to wait
+    for the others at the beginning of a step: more than a step takes, with local steps more than a round. name: shown
+    in logs. slow: with local steps a site whose inner step takes more than so many times the others' median makes fewer
+    of them in a round; None: all make as many. inside: the process group of this member's ranks, where it has several,
+    as a pipeline has: its rank r meets rank r of the other members, and a step counts on all its ranks or on none. All
+    of them make a quorum, with equal arguments but `state` and `host`.
 
-    UsageError where torchft is not installed, or an argument is not allowed.
+    UsageError where torchft is not installed, or an argument is not allowed, as a host that others cannot reach.
     """
 
     backends = "gloo"
@@ -67,19 +70,25 @@ class Quorum(AlarmedMembers, Elastic):
 
         if min_members < 1 or timeout <= 0 or patience <= 0:
             raise UsageError(f"min_members {min_members}, timeout {timeout}, patience {patience}: all must be above 0")
+        host = host.strip("[]")  # of IPv6
         self.slow = slow
-        self.timeout = timedelta(seconds=timeout)
-        self.connections = alarmed_gloo(partial(meet, host, self.timeout), self.timeout)
-        self.healing = Healing(host, timeout, self._most_bytes)
         self.inside = inside
         ranks, rank = world(inside)
+        if rank == 0:
+            _check_address(host, lighthouse)
+        self.timeout = timedelta(seconds=timeout)
+        self.connections = alarmed_gloo(partial(meet, host, self.timeout), host, self.timeout)
+        try:
+            self.healing = Healing(host, timeout, self._most_bytes)
+        except OSError as error:
+            raise UsageError(f"host {host}: is no address of this machine: {error.strerror}") from None
         self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
         store = broadcast_json([host, 0 if self.store is None else self.store.port], group=inside)
         self._join = partial(
             Manager, pg=self.connections, load_state_dict=None, state_dict=None, min_replica_size=min_members,
             use_async_quorum=False, timeout=self.timeout, quorum_timeout=timedelta(seconds=patience),
             connect_timeout=self.timeout, rank=rank, world_size=ranks, store_addr=store[0], store_port=store[1],
-            lighthouse_addr=lighthouse, hostname=host, replica_id=name, checkpoint_transport=self.healing,
+            lighthouse_addr=lighthouse, hostname=in_url(host), replica_id=name, checkpoint_transport=self.healing,
         )  # fmt: skip
         self.manager: Manager | None = None  # from the first step on: the others wait for whoever has one
         self.told: dict[str, tuple[Callable[[Any], Any], Callable[[], Saved]]] = {}
@@ -88,6 +97,7 @@ class Quorum(AlarmedMembers, Elastic):
         self.torn = False  # ranks of this member have states of different steps
         self._committed = -1
         self._resumed = 0, 0  # steps, batches
+        self.register("thinwire members", self._compare, self._about)
         self.register("thinwire quorum", self._load, lambda: {"committed": self._committed})
         for key, part in state.items():
             self.register(key, part.load_state_dict, part.state_dict)
@@ -218,6 +228,14 @@ class Quorum(AlarmedMembers, Elastic):
         for settle in staged:
             settle(counts)
 
+    def _about(self) -> Saved:
+        return {"state": ", ".join(sorted(self.told))}
+
+    def _compare(self, told: Saved) -> None:
+        mine, theirs = self._about()["state"], told["state"]
+        if mine != theirs:
+            raise UsageError(f"this member differs from the quorum in state: {mine} against {theirs}")
+
     def _load(self, told: Saved) -> None:
         self._committed = int(str(told["committed"]))
         self.torn = False
@@ -246,6 +264,22 @@ class Quorum(AlarmedMembers, Elastic):
             self.healing.shutdown()
         else:
             self.manager.shutdown(wait=False)
+
+
+def _check_address(host: str, lighthouse: str) -> None:
+    """UsageError where members of other machines could not reach this one, and no step would count on any member."""
+    there = urlsplit(lighthouse).hostname
+    if not there or not lighthouse.startswith("http://"):
+        raise UsageError(f"lighthouse {lighthouse!r}: must be an address such as http://10.0.0.1:29510")
+    if _is_loopback(host) and not _is_loopback(there):
+        raise UsageError(
+            f"host {host}: members on other machines cannot reach this one there, and the lighthouse is at {there}: "
+            "give this machine's own address (host=, or --host)"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1", "::", "0.0.0.0") or host.startswith("127.")
 
 
 def _reason(error: Exception) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from thinwire.collectives.groups import Group
 from thinwire.config.local import Local, OuterFactory
@@ -15,6 +16,14 @@ from thinwire.data_parallel.parameters import describe_parameters
 from thinwire.distributed.config_check import check_agreement, describe
 from thinwire.errors import UsageError
 from thinwire.local_steps.fragment import own_part
+
+
+def check_trained(parameters: Mapping[str, Tensor], inner: object) -> None:
+    """UsageError where nothing is trained, or by no optimiser."""
+    if not parameters:
+        raise UsageError("no parameter requires a gradient: there is nothing to average")
+    if not isinstance(inner, Optimizer):
+        raise UsageError(f"inner must be the optimiser of these parameters, not {type(inner).__name__}")
 
 
 def check_alike(

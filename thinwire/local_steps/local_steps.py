@@ -32,11 +32,10 @@ from thinwire.data_parallel.precompile import precompile_averaging
 from thinwire.distributed.streams import settled_streams
 from thinwire.distributed.summary import Summary
 from thinwire.distributed.thread import CommunicationThread
-from thinwire.errors import UsageError
-from thinwire.local_steps.checks import check_alike, shard_group
+from thinwire.local_steps.checks import check_alike, check_trained, shard_group
 from thinwire.local_steps.fragment import Fragment, at_anchors, own_part, start_anew
 from thinwire.local_steps.last import other_wire
-from thinwire.local_steps.quorum import Meetings, check_settings
+from thinwire.local_steps.quorum import Meetings, check_not_met, check_settings
 from thinwire.local_steps.round import Round, Site
 from thinwire.local_steps.schedule import Schedule, split_fragments
 from thinwire.local_steps.state import bring, load_fragments, load_optimizer, part_of, round_state, site_state
@@ -69,6 +68,7 @@ class LocalSteps:
     optimiser's state and residuals are kept in host memory, and exchanged from there, over Gloo. seed: of all chance.
     parts: ranks of this site that hold other parts of the model (tensor parallel, pipeline; of FSDP2 they are known).
     copies: ranks of this site that hold the same part (DDP): the first of them sends, the others are told the mean.
+    state: as for load_state_dict; in a quorum it is given here, since who has met the others has theirs.
 
     UsageError where an argument is not allowed, or ranks differ in configuration or weights.
     """
@@ -78,16 +78,13 @@ class LocalSteps:
         group: Group | DeviceMesh = None, *, every: int | None = None, outer: OuterFactory | None = None,
         fragments: int | None = None, delay: int | None = None, mix: str | float | None = None,
         keep: float | None = None, warmup: int | None = None, grow: int | None = None, host: bool | None = None,
-        seed: int = 0, parts: Group = None, copies: Group = None,
+        seed: int = 0, parts: Group = None, copies: Group = None, state: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.settings = Local.of(wire).but(
             every=every, fragments=fragments, delay=delay, mix=mix, keep=keep, warmup=warmup, grow=grow, host=host
         )
         self.parameters = trainable_parameters(named_parameters)
-        if not self.parameters:
-            raise UsageError("no parameter requires a gradient: there is nothing to average")
-        if not isinstance(inner, Optimizer):
-            raise UsageError(f"inner must be the optimiser of these parameters, not {type(inner).__name__}")
+        check_trained(self.parameters, inner)
         self.inner = inner
         self.reduction = self.settings.wire.gradient or Reduction(Dense())
         self.exact_rounds = warmup_steps("gradient", self.reduction)
@@ -113,6 +110,8 @@ class LocalSteps:
         self.rounds = 0  # fragments' means that were applied or dropped
         self.skips = self.returns = 0  # of them, those dropped; those in which this site's weights were not finite
         self.meetings: Meetings | None = None
+        if state is not None:
+            self.load_state_dict(state)
         if quorum is not None:
             about = settings, outer, seed
             self.meetings = Meetings(quorum, self.site, about, self.fragments, inner, self.thread, self.schedule)
@@ -132,7 +131,7 @@ class LocalSteps:
         seed = seed if parts is None else seed * world(parts)[0] + world(parts)[1]
         exchange = Exchange(shapes, self.reduction, own or ALONE, seed, streams=streams, units=units)
         self.groups = [g for g in (own, *inside) if g is not None]
-        self.checkpoint = RankState(exchange, self.rank, sites)
+        self.checkpoint = RankState(exchange, self.rank, sites, elastic(self.group) is not None)
         return Site(exchange, sites, inside[0], inside[1], keep=self.settings.keep)
 
     # --- a step
@@ -270,14 +269,15 @@ class LocalSteps:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What `state_dict` gave on this rank, or, from another number of sites, what it gave on all of them.
 
-        The same number of sites goes on with the same bits. On another number every site starts from the anchor, after
-        what was under way has been applied; residuals are the mean of all sites', and inner optimisers start anew.
+        The same number of sites goes on with the same bits, in a quorum a site from its own part alone. On another
+        number every site starts from the anchor, after what was under way has been applied, with the mean of all
+        residuals and a new inner optimiser.
         """
-        exchanged, mine, same = part_of(state, self.shard, self.rank, self.site.sites)
+        check_not_met(self.meetings)
+        exchanged, mine, same = part_of(state, self.shard, self.rank, self.site.sites, self.checkpoint.elastic)
         if self.sends or self.site.keep:
             self.checkpoint.load_state_dict(exchanged)
-        self.resumed += int(mine["step"]) - self.steps
-        self.steps = int(mine["step"])
+        self.resumed, self.steps = self.resumed + int(mine["step"]) - self.steps, int(mine["step"])
         self.in_flight = load_fragments(self.fragments, mine)
         if same:
             load_optimizer(self.inner, self.parameters, "inner", mine)

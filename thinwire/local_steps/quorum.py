@@ -39,6 +39,12 @@ def check_settings(settings: Local, parts: object, copies: object) -> None:
         )
 
 
+def check_not_met(meetings: Meetings | None) -> None:
+    """UsageError in a quorum, once this site has met the others."""
+    if meetings is not None:
+        raise UsageError("LocalSteps in a quorum: LocalSteps(…, state=…), since who has met the others has theirs")
+
+
 class Meetings:
     """The rounds of a site in a quorum.
 

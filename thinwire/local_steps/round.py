@@ -123,7 +123,7 @@ class Round:
 
     def _between(self, site: Site, device: torch.device) -> None:
         if site.sites == 1:
-            self.dropped = self.returns
+            self.dropped = self.returns or (site.following is not None and not self.tokens)  # it has just come
             self.weight = self.tokens
             self.means = {} if self.dropped else self.values
             return

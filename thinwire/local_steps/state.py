@@ -24,16 +24,20 @@ State = dict[str, Tensor]
 NUMBER = "#"  # before the name of an optimiser's value that is no tensor
 
 
-def part_of(state: Mapping[str, Any], shard: str | None, rank: int, sites: int) -> tuple[State, State, bool]:
+def part_of(
+    state: Mapping[str, Any], shard: str | None, rank: int, sites: int, elastic: bool = False
+) -> tuple[State, State, bool]:  # fmt: skip
     """(the exchange's part of all sites, what this site goes on from, is that its own?) of LocalSteps' state.
 
-    shard: this rank's part of the model, if it is in parts. rank, sites: this site of how many. UsageError where the
-    state has no part for it.
+    shard: this rank's part of the model, if it is in parts. rank, sites: this site of how many. elastic: sites come and
+    go, and one part alone is this site's. UsageError where the state has no part for it.
     """
     if shard is not None and shard not in state:
         raise UsageError(f"this rank is {shard}, the state is of {', '.join(state) or 'none'}")
     named: Mapping[str, Tensor] = state if shard is None else state[shard]
     old, ranks = split(named)
+    if elastic and len(ranks) == 1:
+        old, (rank,) = sites, ranks
     same = old == sites
     if same and rank not in ranks:
         raise UsageError(f"the state has no part for site {rank} of {old}")

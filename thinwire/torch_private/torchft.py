@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -32,10 +33,24 @@ def store_at(address: str, timeout: timedelta) -> dist.Store:
     return create_store_client(address, timeout)
 
 
-def alarmed_gloo(meet: Callable[[str, int, int], tuple[dist.Store, Any]], timeout: timedelta) -> Any:
+def gloo_at(host: str, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A Gloo group with connections of this address. torchft's has those of the address for which the machine's name
+    stands, on many machines a loopback one."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    gloo = dist.ProcessGroupGloo(store, rank, size, options)
+    gloo._set_sequence_number_for_group()
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
+def alarmed_gloo(meet: Callable[[str, int, int], tuple[dist.Store, Any]], host: str, timeout: timedelta) -> Any:
     """torchft's Gloo group, made anew for every quorum, with `alarm`, that of the present one. meet: gives the store
     and the alarm (thinwire/elastic/alarm.py) of a quorum from the store's address, this member's rank and how many
-    there are."""
+    there are. host: this member's address."""
     from torchft import ProcessGroupGloo
 
     patience = 2 * timeout.total_seconds()  # for Gloo's connections, which has the time-out for each of them
@@ -57,7 +72,7 @@ def alarmed_gloo(meet: Callable[[str, int, int], tuple[dist.Store, Any]], timeou
         def _meet(self, address: str, rank: int, size: int) -> None:
             self.leave()
             store, self.alarm = meet(address, rank, size)
-            self._pg = self.alarm.wait_for(partial(super()._create_pg, store, rank, size), patience)
+            self._pg = self.alarm.wait_for(partial(gloo_at, host, store, rank, size, timeout), patience)
 
         def shutdown(self) -> None:
             """In a step that cannot count: nobody waits for this member."""

@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from thinwire.config.presets import PRESETS, written_out
 from thinwire.errors import UsageError
@@ -142,11 +144,16 @@ def _train_local(config: TrainConfig, args: argparse.Namespace) -> int:
             timeout=args.timeout,
             stop=stop,
         )
+    return _ended(events, closing(config.run.out, events))
+
+
+def _ended(events: Sequence[dict[str, Any]], said: str) -> int:
+    """A run on this machine, with what it says at its end; or it was interrupted. The exit status."""
     if not any(event["kind"] == "end" for event in events):
         done = max((event["step"] for event in events), default=0)
         print(f"stopped at step {done}, with a checkpoint: go on with --resume")
         return INTERRUPTED
-    print(closing(config.run.out, events))
+    print(said)
     return 0
 
 
@@ -188,8 +195,7 @@ def _elastic(config: TrainConfig, args: argparse.Namespace) -> int:
                 config, args.local, rate=args.rate, latency=args.latency, loss=args.loss, resume=args.resume,
                 script=script, stop=stop, timeout=args.timeout,
             )  # fmt: skip
-    print(closing(config.run.out, events, "host1/model"))
-    return 0 if any(event["kind"] == "end" for event in events) else INTERRUPTED
+    return _ended(events, closing(config.run.out, events, "host1/model"))
 
 
 def _init(path: Path) -> int:

@@ -62,10 +62,14 @@ class NextByte(nn.Module):
         return self.body(self.embedding(x).flatten(1))
 
 
+def pages() -> bytes:
+    """This project's documentation, but for the log."""
+    return b"".join(path.read_bytes() for path in sorted(DOCS.glob("*.md")) if path.name != "log.md")
+
+
 def text() -> tuple[Tensor, Tensor]:
-    """(to train on, held out), bytes of this project's documentation."""
-    joined = b"".join(path.read_bytes() for path in sorted(DOCS.glob("*.md")) if path.name != "log.md")
-    data = torch.frombuffer(bytearray(joined), dtype=torch.uint8).long()
+    """(to train on, held out), bytes of the documentation."""
+    data = torch.frombuffer(bytearray(pages()), dtype=torch.uint8).long()
     return data[: -len(data) // 10], data[-len(data) // 10 :]
 
 

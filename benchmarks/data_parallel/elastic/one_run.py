@@ -4,12 +4,13 @@
     python benchmarks/data_parallel/elastic/one_run.py --steps 60 --deaths 1
     python benchmarks/data_parallel/elastic/one_run.py --method local         # or torchft, or a preset; --deaths 0
 
-A model of a million parameters predicts the next byte of this project's documentation. A run ends when `--steps` steps
-have counted, or as many samples as in as many rounds of ten local steps of all members. Whoever is there, a step has
-the same samples, and a run as many. Printed as one line of JSON: the longest time between two steps that counted (from
-the first one with all four on), in how many steps weights differed between members (0 is right), held-out loss, deaths,
-steps that did not count, residuals that were lost with the dead (their norm beside that of a survivor), the bytes that
-crossed the members' links, and for each death the seconds until the next step that counted.
+A model of a million parameters predicts the next byte of this project's documentation, whose checksum is `text`. A run
+ends when `--steps` steps have counted, or as many samples as in as many rounds of ten local steps of all members.
+Whoever is there, a step has the same samples, and a run as many. Printed as one line of JSON: the longest time between
+two steps that counted (from the first one with all four on), in how many steps weights differed between members (0 is
+right), held-out loss, deaths, steps that did not count, residuals that were lost with the dead (their norm beside that
+of a survivor), the bytes that crossed the members' links, and for each death the seconds until the next step that
+counted.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ import sys
 import tempfile
 import time
 import traceback
+import zlib
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from member import PRELOAD, Life, train, warm_up
+from member import PRELOAD, Life, pages, train, warm_up
 
 import thinwire as tw
 from thinwire.lab import Network
@@ -206,7 +208,8 @@ def main() -> None:
     parser.add_argument("--notes", type=Path, help="keep every member's notes in this folder")
     options = vars(parser.parse_args())
     rate, timeout, notes = options.pop("rate"), options.pop("timeout"), options.pop("notes")
-    print(json.dumps(options | {"rate": rate} | measure(options, rate, timeout, notes)), flush=True)
+    same = f"{zlib.crc32(pages()):08x}"  # losses can be compared where runs have trained on the same text
+    print(json.dumps(options | {"rate": rate, "text": same} | measure(options, rate, timeout, notes)), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ optimiser on the same means gives the same weights, to the bit. From the next st
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -25,10 +27,13 @@ from thinwire.train.data.batches import Batches
 from thinwire.train.members.inside import any_rank
 from thinwire.train.members.state import Shared
 
+log = logging.getLogger("thinwire")
+
 LARGE = 64 << 20  # bytes of weights and moments above which others do not wait for them
 MOMENTS = 3  # a state has so many times the bytes of its weights
 FIELDS = 4  # tensors at most that an optimiser keeps per parameter
 SLACK = 1 << 20  # bytes
+MOST = 10  # times that the state is asked for
 AWAY = 20.0  # seconds for which those without the state wait for somebody who has it
 POLL = 0.1  # seconds between two looks whether the state has come, or somebody who has it
 GRADIENT = "{}.safetensors"  # a step's means
@@ -60,6 +65,7 @@ class Late:
         self.optimise = optimise
         self.fetching: Fetching | None = None
         self.orphaned: float | None = None  # the time since which nobody who is there has the state
+        self.failures = 0  # to get it, since this member has met the others without it
         self.asked = 0  # members in vain, so that the next one is another
         self.kept: dict[int, tuple[float, float]] = {}  # step → rate, norm
         self.members = [True]  # by place: is it whole, as all know it, so that it has samples?
@@ -73,6 +79,7 @@ class Late:
     def begin(self) -> None:
         """They are another step's: they are to come."""
         self.shared.is_whole = False
+        self.failures = 0
         self.close()
 
     def about(self) -> tuple[bool, str]:
@@ -128,15 +135,27 @@ class Late:
             if now is not None:
                 now.close()
                 self.asked += 1
+                self._say_why(now.failed)
             largest = max(p.nbytes for p in self.shared.named.values())
             donor = self.donors[(int(self.healing.token, 16) + self.asked) % len(self.donors)]
             self.fetching = Fetching(donor, largest + SLACK, (1 + FIELDS) * len(self.shared.named))
+
+    def _say_why(self, failed: str) -> None:
+        """The state did not come. failed: the reason; "" where who sent it has left. RunFailed after MOST times."""
+        if failed:
+            log.warning("thinwire: the others' state did not come, and is asked for again: %s", failed)
+        self.failures += bool(failed)
+        if self.failures == MOST:
+            raise RunFailed(f"the others' state did not come in {MOST} attempts: {failed}")
 
     def keep(self, step: int, rate: float, norm: float) -> None:
         """The means in .grad, of a step that counted."""
         self.folder.mkdir(parents=True, exist_ok=True)
         means = {name: p.grad.contiguous() for name, p in self.shared.named.items() if p.grad is not None}
-        save_file(means, self.folder / GRADIENT.format(step))
+        try:
+            save_file(means, self.folder / GRADIENT.format(step))
+        except (SafetensorError, OSError) as error:  # the disk is full
+            raise RunFailed(f"{self.folder}: the means of a step cannot be kept: {error}") from None
         self.kept[step] = rate, norm
 
     def _catch_up(self, now: int) -> str:

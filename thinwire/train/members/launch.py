@@ -101,7 +101,8 @@ def _fit(
 
             trainer.on_event = on_event
             trainer.fit()
-        _say(closing(config.run.out, read_events(trainer.out / METRICS)))
+        if trainer.step == trainer.steps:
+            _say(closing(config.run.out, read_events(trainer.out / METRICS)))
 
 
 # --- on this machine
@@ -144,7 +145,7 @@ def _watch(
     net: Network, job: Job, merged: Merged, script: Script, stop: StopRequest, ended: Path, timeout: float | None
 ) -> str:
     """Until all members have ended, or are dead and none of them will be added; then the lighthouse is ended too. What
-    the last one said that ended with an error, "" where none did: the others go on without it.
+    the last one said that ended with an error; "" where none did, or another one ended well: they go on without it.
 
     Whoever came so late that the others are through is ended LATE seconds after them: nobody would train with it."""
     asked, through, failed = False, math.inf, dict[int, str]()
@@ -175,7 +176,8 @@ def _watch(
             job.stop()
             raise RunFailed(f"the run was not through after {timeout:g} s, and was stopped")
     merged.follow(_say)
-    return ["", *failed.values()][-1]
+    left = any(job.statuses[rank] == 0 for rank in members)  # when asked to, with a checkpoint
+    return "" if left else ["", *failed.values()][-1]
 
 
 def _on_host(config: TrainConfig, addresses: list[str]) -> int:

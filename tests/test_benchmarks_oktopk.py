@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,21 @@ def test_quick_run_goes_on_and_reports(bench, tmp_path, capsys):
         page.read_text().startswith("before\n") and table.strip() in page.read_text() and "old" not in page.read_text()
     )
     assert (tmp_path / "length.png").stat().st_size > 5_000
+
+
+def test_a_run_is_written_when_it_ends(bench, tmp_path, monkeypatch):
+    """Not when all have ended: the next one may be stopped."""
+    import oktopk
+
+    def stopped(run, *arguments):
+        if run.seed == 1:
+            raise KeyboardInterrupt
+        return {**asdict(run), "steps": 1, "seconds": 1.0, "bytes": 1.0, "how": "", "loss": 1.0}
+
+    monkeypatch.setattr(oktopk, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        bench("--out", str(tmp_path), "--quick", "--parallel", "0", "--tasks", "llama", "--methods", "dense", "--cpu")
+    assert [json.loads(line)["seed"] for line in (tmp_path / "runs-cpu.jsonl").read_text().splitlines()] == [0]
 
 
 @pytest.mark.parametrize("task", ["vgg", "an4"])

@@ -58,6 +58,23 @@ def test_quick_run_goes_on_and_reports(bench, tmp_path, capsys):
     assert (tmp_path / "length.png").stat().st_size > 5_000
 
 
+@pytest.mark.slow
+def test_the_papers_tasks_run_with_its_exact_steps(bench, tmp_path):
+    """The rows of docs/papers.md, quickly: three exact steps, then 2 % of the gradient, in eight bytes per entry."""
+    bench("--out", str(tmp_path), "--quick", "--parallel", "0", "--cpu", "--tasks", "vgg,an4-small-sgd", "--methods",
+          "dense,Ok-Topk 2 % warm")  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "runs-cpu.jsonl").read_text().splitlines()]
+    by = {(row["task"], row["method"], row["seed"]): row for row in rows}
+    assert len(by) == len(rows) == 8 and all(row["agree"] for row in rows)
+    for (task, method, seed), row in by.items():
+        if method == "dense":
+            continue
+        dense, steps = by[task, "dense", seed], row["steps"]
+        exact = 3 / steps * dense["bytes"]
+        assert exact < row["bytes"] < exact + 0.2 * dense["bytes"], (task, row["bytes"], dense["bytes"])
+        assert row["loss"] != dense["loss"]
+
+
 def test_a_run_is_written_when_it_ends(bench, tmp_path, monkeypatch):
     """Not when all have ended: the next one may be stopped."""
     import oktopk

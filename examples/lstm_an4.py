@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("data", nargs="?", type=Path, help="AN4's folder")
     parser.add_argument("--quick", action="store_true", help="a small network on made-up speech")
     parser.add_argument("--wire", default="paper-oktopk", help="a preset's name")
-    parser.add_argument("--exact", type=int, default=0, help="uncompressed steps at the start; the authors' code has 128")
+    parser.add_argument("--exact", type=int, default=0, help="exact steps at the start; the authors have 128")
     parser.add_argument("--epochs", type=int, default=None, help="default: 100, or 4 with --quick")
     parser.add_argument("--batch", type=int, default=8, help="per rank")
     parser.add_argument("--lr", type=float, default=1e-3)

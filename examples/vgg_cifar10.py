@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("data", nargs="?", type=Path, help="the folder with train and test")
     parser.add_argument("--quick", action="store_true", help="a small network on made-up pictures")
     parser.add_argument("--wire", default="paper-oktopk", help="a preset's name")
-    parser.add_argument("--exact", type=int, default=0, help="uncompressed steps at the start; the authors' code has 512")
+    parser.add_argument("--exact", type=int, default=0, help="exact steps at the start; the authors have 512")
     parser.add_argument("--epochs", type=int, default=None, help="default: 100, or 2 with --quick")
     parser.add_argument("--batch", type=int, default=16, help="per rank")
     parser.add_argument("--lr", type=float, default=0.05)

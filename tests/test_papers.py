@@ -73,7 +73,8 @@ def test_what_is_one_unit_and_what_is_left_out():
     shapes = {"one": (4096, 4096), "two": (4096, 4096), "bias": (4096,)}
     assert len(make_units(shapes, tw.Wire.of("paper-oktopk").gradient)) == 1
     gradient = tw.Wire.of("paper-optimus").gradient
-    for name in ("model.embed_tokens", "lm_head", "transformer.wte", "transformer.wpe", "bert.embeddings.word_embeddings"):
+    bert = "bert.embeddings.word_embeddings"
+    for name in ("model.embed_tokens", "lm_head", "transformer.wte", "transformer.wpe", bert):
         assert is_exact(f"{name}.weight", (1000, 1000), gradient), name
     for name in ("model.layers.0.mlp.up_proj", "transformer.h.0.attn.c_attn"):
         assert not is_exact(f"{name}.weight", (1000, 1000), gradient), name

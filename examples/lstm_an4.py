@@ -1,7 +1,7 @@
 """A two-layer LSTM on AN4's speech with compressed gradients: Ok-Topk's second task. `thinwire` marks what it takes.
 
 torchrun --nproc-per-node 4 examples/lstm_an4.py DATA                    # Ok-Topk
-torchrun --nproc-per-node 4 examples/lstm_an4.py DATA --exact 128        # its first 128 steps exact
+torchrun --nproc-per-node 4 examples/lstm_an4.py DATA --exact 128 --sgd --lr 0.1   # as the authors
 torchrun --nproc-per-node 4 examples/lstm_an4.py DATA --wire off         # exact
 torchrun --nproc-per-node 2 examples/lstm_an4.py --quick                 # a few seconds of made-up speech
 
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=None, help="default: 100, or 4 with --quick")
     parser.add_argument("--batch", type=int, default=8, help="per rank")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--sgd", action="store_true", help="with momentum 0.9, instead of Adam; wants another --lr")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.data is None and not options.quick:
@@ -132,7 +133,9 @@ def main() -> None:
     if options.exact and wire.gradient:  # thinwire
         wire = replace(wire, gradient=replace(wire.gradient, warmup=options.exact))  # thinwire
     handle = tw.parallel.compress_ddp(model, wire)  # thinwire
-    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr * (10 if options.quick else 1))
+    rate = options.lr * (10 if options.quick else 1)
+    adam, sgd = torch.optim.Adam, torch.optim.SGD
+    optimizer = sgd(model.parameters(), rate, momentum=0.9) if options.sgd else adam(model.parameters(), rate)
     steps = len(train) // (options.batch * size)
     if steps == 0:
         raise SystemExit(f"{len(train)} utterances are less than a step: {size} ranks × --batch {options.batch}")

@@ -163,11 +163,14 @@ class TestInTheLab:
         assert losses(found)[-1] < 0.9 * losses(found)[0], found[0]["printed"]
         assert "fewer" in found[0]["printed"]
 
-    @pytest.mark.parametrize(("name", "write"), [("vgg_cifar10.py", write_pictures), ("lstm_an4.py", write_speech)])
-    def test_a_folder_of_their_data(self, host, name, write, tmp_path):
+    @pytest.mark.parametrize(
+        ("name", "write", "more"),
+        [("vgg_cifar10.py", write_pictures, ()), ("lstm_an4.py", write_speech, ("--sgd", "--lr", "0.01"))],
+    )
+    def test_a_folder_of_their_data(self, host, name, write, more, tmp_path):
         """The full network: two exact steps, then Ok-Topk. What is less than a step is refused."""
         folder = str(write(tmp_path / "data"))
-        found = host(name, folder, "--epochs", "3", "--batch", "3", "--exact", "2")
+        found = host(name, folder, "--epochs", "3", "--batch", "3", "--exact", "2", *more)
         check_compressed(found)
         assert found[0]["reductions"] == 3
         fewer = float(re.search(r"([\d.]+)× fewer", found[0]["printed"])[1])

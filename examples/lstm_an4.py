@@ -1,6 +1,7 @@
 """A two-layer LSTM on AN4's speech with compressed gradients: Ok-Topk's second task. `thinwire` marks what it takes.
 
 torchrun --nproc-per-node 4 examples/lstm_an4.py DATA                    # Ok-Topk
+torchrun --nproc-per-node 4 examples/lstm_an4.py DATA --exact 128 --sgd --lr 0.1   # as the authors
 torchrun --nproc-per-node 4 examples/lstm_an4.py DATA --wire off         # exact
 torchrun --nproc-per-node 2 examples/lstm_an4.py --quick                 # a few seconds of made-up speech
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +47,7 @@ def read_an4(folder: Path, part: str) -> Speech:
     files = (folder / "etc" / f"an4_{part}.fileids").read_text().split()
     lines = (folder / "etc" / f"an4_{part}.transcription").read_text().strip().splitlines()
     out = []
-    for name, line in zip(files, lines):
+    for name, line in zip(files, lines, strict=True):
         raw = np.fromfile(folder / "feat" / f"{name}.mfc", ">f4")[1:].astype(np.float32)
         frames = torch.from_numpy(raw.reshape(-1, WIDTH))
         words = line.rpartition("(")[0].replace("<s>", "").replace("</s>", "")
@@ -104,13 +106,17 @@ def main() -> None:
     parser.add_argument("data", nargs="?", type=Path, help="AN4's folder")
     parser.add_argument("--quick", action="store_true", help="a small network on made-up speech")
     parser.add_argument("--wire", default="paper-oktopk", help="a preset's name")
+    parser.add_argument("--exact", type=int, default=0, help="exact steps at the start; the authors have 128")
     parser.add_argument("--epochs", type=int, default=None, help="default: 100, or 4 with --quick")
     parser.add_argument("--batch", type=int, default=8, help="per rank")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--sgd", action="store_true", help="with momentum 0.9, instead of Adam; wants another --lr")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.data is None and not options.quick:
         parser.error("which folder? or --quick")
+    if not options.quick and not (options.data / "etc").is_dir():
+        parser.error(f"{options.data} has no folder etc")
     epochs = options.epochs or (4 if options.quick else 100)
 
     cuda = torch.cuda.is_available()
@@ -123,12 +129,20 @@ def main() -> None:
     else:
         train, test = read_an4(options.data, "train"), read_an4(options.data, "test")
     model = DistributedDataParallel(Speller(64 if options.quick else 800).to(device))
-    handle = tw.parallel.compress_ddp(model, options.wire)  # thinwire
-    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr * (10 if options.quick else 1))
+    wire = tw.Wire.of(options.wire)  # thinwire
+    if options.exact and wire.gradient:  # thinwire
+        wire = replace(wire, gradient=replace(wire.gradient, warmup=options.exact))  # thinwire
+    handle = tw.parallel.compress_ddp(model, wire)  # thinwire
+    rate = options.lr * (10 if options.quick else 1)
+    adam, sgd = torch.optim.Adam, torch.optim.SGD
+    optimizer = sgd(model.parameters(), rate, momentum=0.9) if options.sgd else adam(model.parameters(), rate)
+    steps = len(train) // (options.batch * size)
+    if steps == 0:
+        raise SystemExit(f"{len(train)} utterances are less than a step: {size} ranks × --batch {options.batch}")
     for epoch in range(epochs):
         shuffle = torch.Generator().manual_seed(options.seed * 1000 + epoch)
         order = torch.randperm(len(train), generator=shuffle).tolist()
-        for step in range(len(train) // (options.batch * size)):
+        for step in range(steps):
             rows = order[(step * size + rank) * options.batch :][: options.batch]
             frames, lengths, letters, counts = batch_of([train[row] for row in rows])
             heard = model(frames.to(device)).transpose(0, 1)

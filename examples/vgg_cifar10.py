@@ -1,6 +1,7 @@
 """VGG-16 on CIFAR-10 with compressed gradients: Ok-Topk's first task. The lines marked `thinwire` are all it takes.
 
 torchrun --nproc-per-node 4 examples/vgg_cifar10.py DATA                    # Ok-Topk
+torchrun --nproc-per-node 4 examples/vgg_cifar10.py DATA --exact 512        # its first 512 steps exact
 torchrun --nproc-per-node 4 examples/vgg_cifar10.py DATA --wire off         # exact
 torchrun --nproc-per-node 2 examples/vgg_cifar10.py --quick                 # a few seconds of made-up pictures
 
@@ -11,6 +12,7 @@ needs Pillow.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -92,6 +94,7 @@ def main() -> None:
     parser.add_argument("data", nargs="?", type=Path, help="the folder with train and test")
     parser.add_argument("--quick", action="store_true", help="a small network on made-up pictures")
     parser.add_argument("--wire", default="paper-oktopk", help="a preset's name")
+    parser.add_argument("--exact", type=int, default=0, help="exact steps at the start; the authors have 512")
     parser.add_argument("--epochs", type=int, default=None, help="default: 100, or 2 with --quick")
     parser.add_argument("--batch", type=int, default=16, help="per rank")
     parser.add_argument("--lr", type=float, default=0.05)
@@ -99,6 +102,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.data is None and not options.quick:
         parser.error("which folder? or --quick")
+    if not options.quick and not (options.data / "train").is_dir():
+        parser.error(f"{options.data} has no folder train")
     epochs = options.epochs or (2 if options.quick else 100)
 
     cuda = torch.cuda.is_available()
@@ -111,9 +116,14 @@ def main() -> None:
     else:
         train, test = read_folder(options.data / "train"), read_folder(options.data / "test")
     model = DistributedDataParallel(vgg16(1 / 16 if options.quick else 1.0).to(device))
-    handle = tw.parallel.compress_ddp(model, options.wire)  # thinwire
+    wire = tw.Wire.of(options.wire)  # thinwire
+    if options.exact and wire.gradient:  # thinwire
+        wire = replace(wire, gradient=replace(wire.gradient, warmup=options.exact))  # thinwire
+    handle = tw.parallel.compress_ddp(model, wire)  # thinwire
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4)
     steps = len(train[1]) // (options.batch * size)
+    if steps == 0:
+        raise SystemExit(f"{len(train[1])} pictures are less than a step: {size} ranks × --batch {options.batch}")
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps)
 
     for epoch in range(epochs):

@@ -10,6 +10,7 @@ from lab_support import require_network
 
 from thinwire import cli
 from thinwire.bench import allreduce as bench
+from thinwire.bench import allreduce_count
 from thinwire.bench.allreduce import contestants
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(90)]
@@ -70,3 +71,18 @@ def test_bad_options(words: list[str], said: str, capsys: pytest.CaptureFixture[
     assert cli.main(["bench", "allreduce", *words]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+def test_count_prints_both_ratios(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    """ξ by the mean accumulated gradient, and by the mean gradient, which is shorter and the paper's."""
+    out = tmp_path / "count.json"
+    monkeypatch.setattr(
+        "sys.argv", ["count", "--steps", "12", "--hosts", "2", "--thresholds", "reused", "--json", str(out)]
+    )
+    allreduce_count.main()
+    said = capsys.readouterr().out
+    assert "ξ of acc (÷ ‖mean acc‖)" in said and "ξ of gradient (÷ ‖mean gradient‖, the paper's)" in said
+    (rank, other) = json.loads(out.read_text())["runs"]["unit"]
+    by_acc, by_gradient = rank["xi of acc"], rank["xi of gradient"]
+    assert by_acc == other["xi of acc"] and by_gradient[0] == pytest.approx(by_acc[0]), "no residual yet"
+    assert all(paper > 2 * share for share, paper in zip(by_acc[6:], by_gradient[6:]))

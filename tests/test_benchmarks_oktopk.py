@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,38 @@ def test_quick_run_goes_on_and_reports(bench, tmp_path, capsys):
         page.read_text().startswith("before\n") and table.strip() in page.read_text() and "old" not in page.read_text()
     )
     assert (tmp_path / "length.png").stat().st_size > 5_000
+
+
+@pytest.mark.slow
+def test_the_papers_tasks_run_with_its_exact_steps(bench, tmp_path):
+    """The rows of docs/papers.md, quickly: three exact steps, then 2 % of the gradient, in eight bytes per entry."""
+    bench("--out", str(tmp_path), "--quick", "--parallel", "0", "--cpu", "--tasks", "vgg,an4-small-sgd", "--methods",
+          "dense,Ok-Topk 2 % warm")  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "runs-cpu.jsonl").read_text().splitlines()]
+    by = {(row["task"], row["method"], row["seed"]): row for row in rows}
+    assert len(by) == len(rows) == 8 and all(row["agree"] for row in rows)
+    for (task, method, seed), row in by.items():
+        if method == "dense":
+            continue
+        dense, steps = by[task, "dense", seed], row["steps"]
+        exact = 3 / steps * dense["bytes"]
+        assert exact < row["bytes"] < exact + 0.2 * dense["bytes"], (task, row["bytes"], dense["bytes"])
+        assert row["loss"] != dense["loss"]
+
+
+def test_a_run_is_written_when_it_ends(bench, tmp_path, monkeypatch):
+    """Not when all have ended: the next one may be stopped."""
+    import oktopk
+
+    def stopped(run, *arguments):
+        if run.seed == 1:
+            raise KeyboardInterrupt
+        return {**asdict(run), "steps": 1, "seconds": 1.0, "bytes": 1.0, "how": "", "loss": 1.0}
+
+    monkeypatch.setattr(oktopk, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        bench("--out", str(tmp_path), "--quick", "--parallel", "0", "--tasks", "llama", "--methods", "dense", "--cpu")
+    assert [json.loads(line)["seed"] for line in (tmp_path / "runs-cpu.jsonl").read_text().splitlines()] == [0]
 
 
 @pytest.mark.parametrize("task", ["vgg", "an4"])

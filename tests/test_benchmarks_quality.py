@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from argparse import Namespace
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from thinwire.quantities import half_interval
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks" / "quality"
 
@@ -88,14 +91,19 @@ def test_tables_of_papers_are_made_by_their_commands(tmp_path: Path) -> None:
     assert "| rank 16 | lazy | 2 |" in made("card/lazy_long.py")
     assert "cosine" in made("card/lazy_long.py", "--table", "--figure", str(tmp_path / "lazy.png"))
     assert (tmp_path / "lazy.png").stat().st_size > 5_000
-    drawn = [
-        sys.executable,
-        str(BENCHMARKS / "aqsgd_figure.py"),
-        str(tmp_path / "runs.jsonl"),
-        str(tmp_path / "aq.png"),
-    ]
-    subprocess.run(drawn, check=True, timeout=120)
-    assert (tmp_path / "aq.png").stat().st_size > 5_000
+    for name, *task in (("aq.png",), ("ends.png", "wikitext-dp2")):
+        drawn = [str(BENCHMARKS / "aqsgd_figure.py"), str(tmp_path / "runs.jsonl"), str(tmp_path / name), *task]
+        subprocess.run([sys.executable, *drawn], check=True, timeout=120)
+        assert (tmp_path / name).stat().st_size > 5_000
+
+
+def test_intervals_are_students() -> None:
+    """Half of the 95 % interval: t of the tables times the standard error."""
+    for count, t in ((2, 12.71), (3, 4.303), (8, 2.365), (10, 2.262), (11, 2.228), (21, 2.086), (121, 1.980)):
+        values = [float(i % 2) for i in range(count)]
+        half = half_interval(values)
+        assert half == pytest.approx(t * statistics.stdev(values) / count**0.5, rel=2e-3), count
+    assert half_interval([1.0]) is None
 
 
 def test_verdicts_are_of_the_whole_interval(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +111,7 @@ def test_verdicts_are_of_the_whole_interval(monkeypatch: pytest.MonkeyPatch) -> 
     from aqsgd_table import seconds, within
 
     cases = {"yes": [0.1, 0.2, 0.15], "no": [2.0, 2.1, 2.2], "on average": [0.0, 0.9], "not on average": [0.0, 1.2]}
+    cases["?"] = [0.1]
     assert {name: within(values) for name, values in cases.items()} == {name: name for name in cases}
     step = 16 * 256 * 576 * 4 * 3  # SmolLM2's activations, over three boundaries
     found = seconds({"forward": step, "backward": step, "embedding": 2 * 4 * 49152 * 576}, 3e8)

@@ -182,14 +182,17 @@ def test_xi():
         mean, _ = c.OkTopk(0.25, xi_every=1).exchange(acc[rank], state=state)
         everything: dict[str, torch.Tensor] = {}
         c.OkTopk(1.0, xi_every=1).exchange(acc[rank], state=everything)
-        return mean, float(state["xi"]), float(everything["xi"]), float(c.xi(acc[rank], mean, 1, None, acc[rank] / 2))
+        wrong = torch.tensor([0.0, 1.25, 0.0, 0.0])
+        by_gradient = c.xi(acc[rank], wrong, 1, None, gradient=acc[rank] / 2)
+        return mean, float(state["xi"]), float(everything["xi"]), float(c.xi(acc[rank], wrong, 1)), float(by_gradient)
 
-    for mean, got, none, against_gradient in run(2, work)[0]:
+    for mean, got, none, by_acc, by_gradient in run(2, work)[0]:
         true = (acc[0] + acc[1]) / 2
         assert torch.equal(mean, torch.tensor([1.5, 0.0, 0.0, 0.0]))
-        assert got == pytest.approx(0.0) and none == 0.0 and against_gradient == pytest.approx(0.0)
-        assert float(c.xi(true, torch.tensor([0.0, 1.25, 0.0, 0.0]), 1)) == pytest.approx(
-            math.hypot(1.5, 1.25) / float(true.norm())
+        assert got == pytest.approx(0.0) and none == 0.0
+        assert by_acc == pytest.approx(math.hypot(1.5, 1.25) / float(true.norm()))
+        assert by_gradient == pytest.approx(2 * by_acc), (
+            "the paper's, by the norm of the mean gradient: half of acc here"
         )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +99,51 @@ def losses(found: list[dict[str, Any]]) -> list[float]:
     return [float(x) for x in re.findall(r"loss'?:? '?([\d.]+)", found[0]["printed"])]
 
 
+def write_pictures(folder: Path) -> Path:
+    """Two classes of three pictures, a colour each; for testing, one of each."""
+    image = pytest.importorskip("PIL.Image")
+    for name, colour in (("frog", (0, 200, 0)), ("cat", (200, 0, 0))):
+        for part, count in (("train", 3), ("test", 1)):
+            (folder / part / name).mkdir(parents=True)
+            for number in range(count):
+                image.new("RGB", (32, 32), colour).save(folder / part / name / f"{number}.jpg")
+    return folder
+
+
+def write_speech(folder: Path) -> Path:
+    """Six utterances of 30 frames, and one for testing, in Sphinx's format: value 13·i + j is feature j of frame i."""
+    (folder / "etc").mkdir(parents=True)
+    (folder / "feat/one").mkdir(parents=True)
+    for part, names in (("train", "abcdef"), ("test", "g")):
+        lines = "".join(f"<s> YES {name.upper()} </s> ({name})\n" for name in names)
+        (folder / f"etc/an4_{part}.fileids").write_text("".join(f"one/{name}\n" for name in names))
+        (folder / f"etc/an4_{part}.transcription").write_text(lines)
+        for name in names:
+            values = np.arange(390, dtype=">f4")
+            (folder / f"feat/one/{name}.mfc").write_bytes(np.array([390], ">i4").tobytes() + values.tobytes())
+    return folder
+
+
+def test_pictures_and_speech_are_read_from_their_folders(tmp_path) -> None:
+    vgg, lstm = (runpy.run_path(str(EXAMPLES / name)) for name in ("vgg_cifar10.py", "lstm_an4.py"))
+    pictures, labels = vgg["read_folder"](write_pictures(tmp_path / "cifar") / "train")
+    assert pictures.shape == (6, 3, 32, 32) and labels.tolist() == [0, 0, 0, 1, 1, 1], "cat, then frog"
+    assert (pictures.float().mean((2, 3)) / 100).round().tolist() == [[2, 0, 0]] * 3 + [[0, 2, 0]] * 3
+    speech = lstm["read_an4"](write_speech(tmp_path / "an4"), "train")
+    assert [said for _, said in speech] == [f"YES {letter}" for letter in "ABCDEF"]
+    whole = torch.arange(390.0).view(30, 13)
+    expected = (whole - whole.mean(0)) / whole.std(0)
+    assert all(torch.allclose(frames, expected, atol=1e-5) for frames, _ in speech)
+
+
+@pytest.mark.parametrize("name", ["vgg_cifar10.py", "lstm_an4.py"])
+def test_another_folder_is_refused(name, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", [name, str(tmp_path)])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert f"{tmp_path} has no folder" in capsys.readouterr().err
+
+
 class TestInTheLab:
     pytestmark = needs_lab
 
@@ -116,6 +162,21 @@ class TestInTheLab:
         assert found[0]["reductions"] == reductions
         assert losses(found)[-1] < 0.9 * losses(found)[0], found[0]["printed"]
         assert "fewer" in found[0]["printed"]
+
+    @pytest.mark.parametrize(
+        ("name", "write", "more"),
+        [("vgg_cifar10.py", write_pictures, ()), ("lstm_an4.py", write_speech, ("--sgd", "--lr", "0.01"))],
+    )
+    def test_a_folder_of_their_data(self, host, name, write, more, tmp_path):
+        """The full network: two exact steps, then Ok-Topk. What is less than a step is refused."""
+        folder = str(write(tmp_path / "data"))
+        found = host(name, folder, "--epochs", "3", "--batch", "3", "--exact", "2", *more)
+        check_compressed(found)
+        assert found[0]["reductions"] == 3
+        fewer = float(re.search(r"([\d.]+)× fewer", found[0]["printed"])[1])
+        assert 1.3 < fewer < 1.6, f"two of three steps are exact: {found[0]['printed']}"
+        with pytest.raises(Exception, match="are less than a step: 2 ranks"):
+            host(name, folder, "--batch", "4")
 
     def test_accelerate(self, host, tmp_path):
         """512 samples, two ranks of batch 16, two batches a step: 8 reductions an epoch, not 16."""

@@ -13,6 +13,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.bench import optimus
+from thinwire.data_parallel.gradient_units import is_exact, make_units
 from thinwire.errors import UsageError
 from thinwire.lab import Network
 from thinwire.train.config.sections import OptimConfig, TrainConfig
@@ -63,6 +64,20 @@ def test_defaults_that_a_step_does_not_show():
     assert aqsgd.embedding.warmup == "epoch" == aqsgd.gradient.warmup
     assert optimus.embedding.collective == tw.collectives.Dense()
     assert not (optimus.forward or oktopk.forward or oktopk.backward)
+    exchange = oktopk.gradient.collective
+    assert exchange.rotation and exchange.bucketing and exchange.repartition and exchange.balancing
+
+
+def test_what_is_one_unit_and_what_is_left_out():
+    """Ok-Topk takes a large gradient whole; Optimus-CC leaves out embeddings, by the names that models give them."""
+    shapes = {"one": (4096, 4096), "two": (4096, 4096), "bias": (4096,)}
+    assert len(make_units(shapes, tw.Wire.of("paper-oktopk").gradient)) == 1
+    gradient = tw.Wire.of("paper-optimus").gradient
+    bert = "bert.embeddings.word_embeddings"
+    for name in ("model.embed_tokens", "lm_head", "transformer.wte", "transformer.wpe", bert):
+        assert is_exact(f"{name}.weight", (1000, 1000), gradient), name
+    for name in ("model.layers.0.mlp.up_proj", "transformer.h.0.attn.c_attn"):
+        assert not is_exact(f"{name}.weight", (1000, 1000), gradient), name
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, 11), ({"freeze_after": 3}, 3)])

@@ -72,6 +72,7 @@ def test_every_format_gives_the_same_samples(tmp_path, monkeypatch) -> None:
     named = [{"x": a, "y": b, "label": c} for a, b, c in rows]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in named))
     (tmp_path / "a.csv").write_text('label,y,x\n1,"d,e","a ""b"" c"\n0,g,f\n1,j,"h\ti"\n')
+    (tmp_path / "marked.csv").write_text("\ufeff" + (tmp_path / "a.csv").read_text())  # as spreadsheets write it
     (tmp_path / "plain.csv").write_text('1,"d,e","a ""b"" c"\n0,g,f\n1,j,"h\ti"\n')
     (tmp_path / "a.tsv").write_text('label\ty\tx\r\n1\td,e\ta "b" c\r\n0\tg\tf\r\n')
     (tmp_path / "set").mkdir()
@@ -90,7 +91,7 @@ def test_every_format_gives_the_same_samples(tmp_path, monkeypatch) -> None:
 
     expected = made("a.jsonl")
     assert expected.names == ("0", "1") and expected.labels.tolist() == [1, 0, 1]
-    for name in ("a.csv", "set"):
+    for name in ("a.csv", "marked.csv", "set"):
         assert made(name).digest == expected.digest, name
     assert made("plain.csv", columns=(2, 1), label=0).digest == expected.digest
     assert made("a.tsv").ids.tolist() == expected.ids[:2].tolist(), "a TSV has no quotes"

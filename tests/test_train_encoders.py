@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from thinwire.errors import UsageError
 from thinwire.train.config.families import FAMILIES
-from thinwire.train.config.sections import LoraConfig, ModelConfig
+from thinwire.train.config.sections import LoraConfig, MeshConfig, ModelConfig, TrainConfig
+from thinwire.train.data.batches import Batch
+from thinwire.train.engine import Alone
 from thinwire.train.model.blueprint import build_stages, named_parameters, plan_model
 from thinwire.train.model.encoder import check_schedule
 from thinwire.train.model.export import export_weights, write_adapter, write_index, write_shard
@@ -93,6 +96,25 @@ def test_stages_equal_the_full_model_and_transformers_loads_them(kind, tmp_path)
         alone = logits if alone is None else alone
         assert torch.equal(alone, logits), "the cut must not change the starting weights"
     assert full.config.id2label == {0: "no", 1: "perhaps", 2: "yes"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_model_takes_micro_batches_without_their_padding(kind) -> None:
+    """Each as long as its longest text, with the same loss and gradients."""
+    rows = torch.tensor([1, 2, 3, 2])
+    batch = Batch(rows, IDS[rows], LABELS[rows], len(rows), SEGMENTS[rows])
+    lengths, found = [], []
+    for trimmed in (True, False):
+        stage = built(replace(SMALL, type=kind), 1)[1][0]
+        stage.register_forward_pre_hook(lambda module, given: lengths.append(given[0].shape[1]))
+        alone = Alone(TrainConfig(mesh=MeshConfig(microbatches=2)), stage)
+        with mock.patch.object(Batch, "trimmed", Batch.trimmed if trimmed else lambda batch: batch):
+            found.append((alone.run(batch, train=True), dict(stage.named_parameters())))
+    assert lengths == [7, 9, SEQ, SEQ]
+    (loss, ours), (expected, whole) = found
+    torch.testing.assert_close(loss, expected)
+    for name, weight in whole.items():
+        torch.testing.assert_close(ours[name].grad, weight.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -114,51 +115,60 @@ def work(options: argparse.Namespace, until: float, runs: Any, rows: Any) -> Non
     rows.put(None)
 
 
-def carry_out(options: argparse.Namespace, done: Rows) -> int:
+def carry_out(options: argparse.Namespace, before: Rows) -> int:
     """Run what is missing; how many failed."""
-    missing = [run for run in plan(options) if run.key() not in done][: options.limit]
-    runs, rows = (SPAWN.Queue(), SPAWN.Queue()) if options.parallel else (queue.Queue(), queue.Queue())
+    missing = [run for run in plan(options) if run.key() not in before][: options.limit]
+    runs: Any = SPAWN.Queue() if options.parallel else queue.Queue()
     for run in missing:
         runs.put(run)
-    count = min(max(options.parallel, 1), len(missing))
     until = time.time() + options.budget
-    print(f"{len(missing)} runs to do, {count} at a time", flush=True)
-    if count and not options.quick and any(run.task == "vgg" for run in missing):
+    print(f"{len(missing)} runs to do, {min(max(options.parallel, 1), len(missing))} at a time", flush=True)
+    if missing and not options.quick and any(run.task == "vgg" for run in missing):
         read(options.data, "vgg")  # decodes once
-    processes = [SPAWN.Process(target=work, args=(options, until, runs, rows), daemon=True) for _ in range(count)]
-    for process in processes if options.parallel else ():
-        process.start()
     began = time.time()
     if not options.parallel:
-        work(options, until, runs, rows)
-    failed = gather(options, rows, count, processes, began)
-    for process in processes if options.parallel else ():
+        done: list[bool] = []
+        work(options, until, runs, SimpleNamespace(put=lambda row: row and done.append(kept(options, row, began))))
+        return done.count(False)
+    rows = SPAWN.Queue()
+    count = min(options.parallel, len(missing))
+    processes = [SPAWN.Process(target=work, args=(options, until, runs, rows), daemon=True) for _ in range(count)]
+    for process in processes:
+        process.start()
+    lost = gather(options, rows, processes, began)
+    for process in processes:
         process.kill()  # all have said that they ended
         process.join()
-    return failed
+    return lost
 
 
-def gather(options: argparse.Namespace, rows: Any, count: int, processes: list[Any], began: float) -> int:
+def gather(options: argparse.Namespace, rows: Any, processes: list[Any], began: float) -> int:
     """Write rows as they come, until every process has ended; how many runs failed."""
-    failed = 0
-    file = options.out / ("probe.jsonl" if options.probe else "runs-cpu.jsonl" if options.cpu else "runs.jsonl")
+    failed, count = 0, len(processes)
     while count:
         try:
             row = rows.get(timeout=2)
         except queue.Empty:
-            if options.parallel and not any(process.is_alive() for process in processes):
+            if not any(process.is_alive() for process in processes):
                 raise SystemExit("the processes were killed; what they had finished is written") from None
             continue
         if row is None:
             count -= 1
-        elif "failed" in row:
-            failed += 1
-            print(f"failed: {row['run']}\n{row['failed']}", file=sys.stderr, flush=True)
         else:
-            with file.open("a") as out:
-                out.write(json.dumps(row) + "\n")
-            print(said(row, time.time() - began), flush=True)
+            failed += not kept(options, row, began)
     return failed
+
+
+def kept(options: argparse.Namespace, row: dict[str, Any], began: float) -> bool:
+    """Write a run's row; False, and a word about it, if the run failed."""
+    if "failed" in row:
+        print(f"failed: {row['run']}\n{row['failed']}", file=sys.stderr, flush=True)
+        return False
+    file = options.out / ("probe.jsonl" if options.probe else "runs-cpu.jsonl" if options.cpu else "runs.jsonl")
+    with file.open("a") as out:
+        out.write(json.dumps(row) + "\n")
+    print(said(row, time.time() - began), flush=True)
+    return True
 
 
 def said(row: dict[str, Any], at: float) -> str:

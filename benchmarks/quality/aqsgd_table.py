@@ -169,10 +169,12 @@ def interval(values: Sequence[float]) -> str:
 
 
 def within(values: Sequence[float], limit: float = 0.5) -> str:
-    """Is the mean, or the whole interval, at most `limit` above fp32's?"""
+    """Is the mean, or the whole interval, at most `limit` above fp32's? Of one seed nothing is said."""
     mean, half = statistics.fmean(values), half_interval(values)
-    if half is not None and mean + half <= limit:
+    if half is None:
+        return "?"
+    if mean + half <= limit:
         return "yes"
-    if half is not None and mean - half > limit:
+    if mean - half > limit:
         return "no"
     return "on average" if mean <= limit else "not on average"

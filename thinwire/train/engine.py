@@ -50,7 +50,8 @@ class Loss:
 
 
 class Alone:
-    """A whole model on this rank: micro-batches one after the other, as a pipeline would add them up."""
+    """A whole model on this rank: micro-batches one after the other, as a pipeline would add them up. Each is as
+    long as its longest text."""
 
     scores: Scores | None  # of a classifier
 
@@ -66,11 +67,11 @@ class Alone:
         self, batch: Batch, train: bool, upcoming: Tensor | None = None, done: Callable[[], None] | None = None
     ) -> Tensor | None:
         """This replica's loss; where `train`, gradients are added to .grad. `upcoming` and `done` are not used."""
-        self.loss.labelled, batch = batch.labelled, on_device(self.device, batch)
+        self.loss.labelled = batch.labelled
         self.stage.train(train)  # no dropout in evaluation
         total = torch.zeros((), device=self.device)
         with torch.set_grad_enabled(train):
-            for part in batch.split(self.microbatches):
+            for part in (on_device(self.device, part.trimmed()) for part in batch.split(self.microbatches)):
                 self.opening.seen["tokens"] = part.inputs
                 logits = self.stage(part.inputs, **beside(part))
                 loss = self.loss(logits, part.labels)

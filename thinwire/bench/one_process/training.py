@@ -218,8 +218,9 @@ class OneProcess:
         return self.loss(x, micro.labels)
 
     def _split(self, batch: Batch) -> list[Batch]:
-        """Its micro-batches, on the device; sample ids stay on the host."""
-        return on_device(self.device, batch).split(self.config.mesh.microbatches)
+        """Its micro-batches, on the device; sample ids stay on the host. A whole model takes texts without padding."""
+        parts, whole = batch.split(self.config.mesh.microbatches), self.config.mesh.pp == 1
+        return [on_device(self.device, part.trimmed() if whole else part) for part in parts]
 
     def _update(self, norm: float) -> None:
         clip = self.config.optim.clip

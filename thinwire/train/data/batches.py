@@ -47,6 +47,13 @@ class Batch(NamedTuple):
         inner = [None] * parts if self.segments is None else self.segments.chunk(parts)
         return [Batch(ids, inputs, labels, self.labelled, part) for ids, inputs, labels, part in zip(*columns, inner)]
 
+    def trimmed(self) -> Batch:
+        """Texts without what is padding in all of them; a language model's rows are whole."""
+        if self.segments is None or not len(self.ids):
+            return self
+        longest = int((self.segments > 0).any(0).nonzero().max()) + 1
+        return self._replace(inputs=self.inputs[:, :longest], segments=self.segments[:, :longest])
+
 
 class Batches:
     """The training batches of one replica, one after another; the position is (epoch, index of the next step).

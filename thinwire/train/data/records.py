@@ -58,12 +58,14 @@ def _rows(file: Path, config: DataConfig) -> Iterator[Row]:
 def _table(file: Path, form: str, by_number: bool) -> Iterator[Row]:
     """Rows of a table: by the names of its first line, or by number where it has no such line.
 
-    A TSV has one row per line and no quotes, as GLUE's files; a CSV has quotes.
+    A TSV has one row per line and no quotes, as GLUE's files; a CSV has quotes. A byte order mark, with which
+    spreadsheets begin, is no part of the first name.
     """
+    text = text_of(file).removeprefix("\ufeff")
     if form == "tsv":
-        lines: Any = (line.removesuffix("\r").split("\t") for line in text_of(file).split("\n") if line.strip())
+        lines: Any = (line.removesuffix("\r").split("\t") for line in text.split("\n") if line.strip())
     else:
-        lines = (row for row in csv.reader(io.StringIO(text_of(file), newline="")) if row)
+        lines = (row for row in csv.reader(io.StringIO(text, newline="")) if row)
     names: Sequence[str] | None = None
     try:
         for number, row in enumerate(lines, start=1):

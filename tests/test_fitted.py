@@ -115,6 +115,20 @@ def test_a_dropped_step_and_a_checkpoint_leave_no_trace(codec):
     assert torch.equal(sender, receiver) and sender.any()
 
 
+def test_a_book_of_before_groups_is_left_out_of_a_checkpoint():
+    """Both ends then go on without a basis, until the sender has learnt one anew."""
+    boundary = Boundary(Link(Transform(2, every=3), tokens=0.1))
+    learnt = boundary.error(6)
+    for lane in boundary.ends:
+        state = lane.state_dict(True)
+        named = [name for name in state if name.endswith("fitted/grouped book")]
+        state |= {name.replace("grouped book", "book"): state.pop(name) for name in named}
+        lane.load_state_dict(state)
+        assert named and lane.coded[0].codec.book is None
+    errors = [boundary.step() for _ in range(6)]
+    assert errors[0] > 1.5 * learnt > errors[-1] / 1.2 and not boundary.ends[1].faults
+
+
 @pytest.mark.parametrize("every", [0, 100])
 def test_bits_of_the_first_steps_end_where_they_should(every):
     """Sizes fall with step 6 at both ends, and errors are those of a codec of so many bits; a dropped step counts for

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -257,7 +258,12 @@ def from_codes(codes: Tensor, book: Book, dtype: torch.dtype) -> Tensor:
 
 def gain(bits: Tensor) -> Tensor:
     """1/(1 − E) of so many bits, int64[…]; 1 of none."""
-    return torch.tensor([1.0, *(1 / (1 - error) for error in ERROR[1:])], device=bits.device)[bits]
+    return _gains(bits.device)[bits]
+
+
+@cache
+def _gains(device: torch.device) -> Tensor:
+    return torch.tensor([1.0, *(1 / (1 - error) for error in ERROR[1:])], device=device)
 
 
 def _tiny(x: Tensor) -> float:

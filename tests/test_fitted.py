@@ -223,6 +223,24 @@ def test_groups_are_powers_of_two_and_many(width, group):
     assert group_of(width) == group
 
 
+def test_means_have_the_same_bits_whatever_the_threads():
+    """Else the two ends of a boundary would drift apart."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, rows = torch.randint(2000, (4096,), generator=generator), torch.randn(4096, 256, generator=generator)
+    tables, threads = [], torch.get_num_threads()
+    try:
+        for number in (1, 2, 2, 2, 3):
+            torch.set_num_threads(number)
+            means = TokenMeans(0.5)
+            means.of(tokens, rows)
+            means.note(tokens, rows)
+            means.end_step(keep=True)
+            tables.append(means.table)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(table, tables[0]) for table in tables) and tables[0].any()
+
+
 def test_a_token_s_mean_is_that_of_its_first_visits_and_then_follows():
     means = TokenMeans(0.5)
     for value in (4.0, 2.0, 2.0, 0.0):

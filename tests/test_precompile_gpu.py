@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ import torch.distributed as dist
 from kernels_gpu_support import DEVICE, interpreted  # noqa: F401
 from thread_group import run
 
-from thinwire.codecs import Transform
 from thinwire.collectives.transit import checksum_of
 from thinwire.config.presets import PRESETS
-from thinwire.config.wire import Link, Wire
+from thinwire.config.wire import Wire
 from thinwire.data_parallel.gradient_units import make_units
 from thinwire.data_parallel.precompile import try_exchange
 from thinwire.distributed.precompile import precompile
@@ -67,17 +65,7 @@ def test_steps_call_only_what_was_called_before(preset, like, monkeypatch):
     assert len(launch._compiled) == called > 0
 
 
-def test_the_rotation_within_a_learnt_basis_is_called_before(like, monkeypatch):
-    """It comes with the first book, some steps after training began. Rows of 128 values have groups of eight."""
-    link, row = Link(Transform(2, every=1)), (3, 128)
-    precompile("a test", [lambda: try_link(replace(link, codec=Transform(2, every=100)), row, like)], like, print)
-    called = len(launch._compiled)
-    monkeypatch.setattr(launch, "new_kernels", "refuse")
-    _messages(link, like, row)
-    assert len(launch._compiled) == called > 0
-
-
-def _messages(link, like, row=ROW):
+def _messages(link, like):
     """Of samples never seen, seen once, and twice, in micro-batches of one and of three."""
     sender, receiver = (Lane(link, "steps", end, 0) for end in ("send", "recv"))
     for step in range(3):
@@ -85,7 +73,7 @@ def _messages(link, like, row=ROW):
             for lane in (sender, receiver):
                 lane.begin(step)
                 lane.digests(ids)
-            x = torch.randn(len(ids), *row).to(like)
+            x = torch.randn(len(ids), *ROW).to(like)
             message = Message(0, ids, True, tokens=torch.arange(x[..., 0].numel()).view(x.shape[:-1]))
             receiver.recv(message, 0, sender.send(message, 0, x), x.shape, x.dtype)
             for lane in (sender, receiver):

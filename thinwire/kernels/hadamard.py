@@ -32,8 +32,6 @@ def pieces(n: int, block: int) -> Iterator[tuple[int, int, int]]:
 def rotate(x: Tensor, block: int, seed: int, inverse: bool = False, impl: str | None = None) -> Tensor:
     """x: float[n] → its rotation, float32 (float64 for float64). `inverse` undoes it with the same seed."""
     impl = choose(x, impl)
-    if impl == "gpu" and block % 8:  # smaller than what a thread reads at a time
-        impl = "reference"
     if impl != "reference":
         return load(impl, "hadamard").rotate(x.contiguous(), block, seed, inverse)
     out = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32).clone()

@@ -36,7 +36,6 @@ from thinwire.memory.token_means import TokenMeans
 
 EARLY = sorted({int(2 * 1.25**k) for k in range(50)})  # steps after which books are made while training is young
 YOUNG = 6  # times `every`: until then
-BOOK = "grouped book"  # in checkpoints; a "book" is of before components were rotated in groups: it is left out
 LOOKED = 16  # steps before a book whose messages it is made of, at most
 
 
@@ -176,7 +175,7 @@ class FittedChannel(Channel):
     def state_dict(self, mirrors: bool = True) -> dict[str, Tensor]:
         out = super().state_dict(mirrors) | {"fitted/steps": torch.tensor(self.steps)}
         if self._book is not None:
-            out[f"fitted/{BOOK}"] = self._book.clone()
+            out["fitted/book"] = self._book.clone()
         for prefix, part in (("fitted/seen/", self.seen), ("fitted/means/", self.means)):
             if part is not None:
                 out |= {f"{prefix}{name}": value.clone() for name, value in part.tensors().items()}
@@ -187,8 +186,8 @@ class FittedChannel(Channel):
         own = {name.removeprefix("fitted/"): value for name, value in state.items() if name.startswith("fitted/")}
         self.steps = int(own.get("steps", 0))
         self.codec, self._book, self.seen = at(self.plain, self.steps), None, None
-        if BOOK in own:
-            self._take(own[BOOK].clone())
+        if "book" in own:
+            self._take(own["book"].clone())
         if "seen/count" in own:
             self.seen = Moments.read({name.removeprefix("seen/"): value for name, value in own.items()})
         if self.means is not None:

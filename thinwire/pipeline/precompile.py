@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from thinwire.codecs import Transform
 from thinwire.config.wire import Link, Wire
 from thinwire.distributed.precompile import STEPS, example_values, precompile
 from thinwire.memory import Memory
@@ -36,13 +35,10 @@ def try_link(link: Link | None, row: Sequence[int], like: Tensor) -> None:
     x = example_values((len(SAMPLES), *row), like)
     if link is not None and isinstance(link.memory, Memory):
         link = replace(link, memory=replace(link.memory, path=None, capacity=1.0, fixed=None))
-    steps = STEPS
-    if link is not None and isinstance(link.codec, Transform) and link.codec.every:
-        link, steps = replace(link, codec=replace(link.codec, every=1)), STEPS + 1  # the second brings a book
     sender = Lane(link, "precompiled", "send", 0)
     receiver = Lane(link, "precompiled", "recv", 0)
     message = Message(0, SAMPLES, True, tokens=torch.zeros(x.shape[:-1], dtype=torch.long, device=x.device))
-    for step in range(steps):
+    for step in range(STEPS):
         for lane in (sender, receiver):
             lane.begin(step)
             lane.digests(SAMPLES)

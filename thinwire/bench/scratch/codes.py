@@ -25,7 +25,7 @@ from thinwire.bench.scratch.formulas import (
     work,
 )  # fmt: skip
 from thinwire.codecs import Codec
-from thinwire.codecs.transform import CLASSES, MOST_BITS, Book, Transform, block_of, gain, group_of
+from thinwire.codecs.transform import CLASSES, MOST_BITS, Book, Transform, block_of, gain
 from thinwire.codecs.transform_fit import LOOKED_AT, Moments, allotted, allotted_to, eigenvectors, energies_of, spread
 from thinwire.memory.fitted import LOOKED, due
 
@@ -108,7 +108,7 @@ class TransformCode(FittedCode):
     Arguments as of FittedCode. flags, any of:
       ideal   errs as the best code of so many bits in the same basis would, by the rate-distortion bound
       sized   learns only how unlike in size rows are; every message is rotated at random
-      masked  gradients for groups of components without bits are dropped, on their way back
+      masked  gradients for components without bits are dropped, on their way back
     """
 
     codec: Transform
@@ -120,7 +120,6 @@ class TransformCode(FittedCode):
         super().__init__(codec, width, vocabulary, tokens, device)
         self.ideal, self.sized = "ideal" in flags, "sized" in flags
         self.masked = "masked" in flags
-        self.group = 1 if self.ideal else group_of(width)  # the bound is of components as they are
         room = 1 + CLASSES if codec.learns else 1
         self.basis = torch.zeros(width, width, device=device) if codec.learns and not self.sized else None
         self.steps, self.gaps, self.bits = (torch.zeros(room, width, device=device) for _ in range(3))
@@ -143,26 +142,23 @@ class TransformCode(FittedCode):
         classes = class_of(scale, CLASSES if room.start else 1)
         if self.made and self.basis is not None:
             basis = self.basis.to(z.dtype)
-            return self._mixed(z @ basis, self.group, scale, classes, room) @ basis.T
-        return self._mixed(z, block_of(self.width), scale, classes, room)
-
-    def _mixed(self, y: Tensor, block: int, scale: Tensor, classes: Tensor, room: slice) -> Tensor:
-        """What is left of values that are rotated at random, so many at a time."""
-        blocks = y.view(-1, block)
+            return self._left(z @ basis, scale, classes, room) @ basis.T
+        blocks = z.view(-1, block_of(self.width))
         signs = random_signs(blocks)
-        mixed, bits = rotated(blocks, signs).view(y.shape), self.bits[room]
+        values = self._left(rotated(blocks, signs).view(z.shape), scale, classes, room)
+        return rotated(values.view(blocks.shape), signs, back=True).view(z.shape)
+
+    def _left(self, y: Tensor, scale: Tensor, classes: Tensor, room: slice) -> Tensor:
+        """What arrives of components."""
         if self.ideal:
-            values = blurred(mixed, scale, classes, self.steps[room], bits)
-        else:
-            values = quantised(mixed, scale, classes, self.steps[room], self.gaps[room], bits)
-        return rotated(values.view(blocks.shape), signs, back=True).view(y.shape)
+            return blurred(y, scale, classes, self.steps[room], self.bits[room])
+        return quantised(y, scale, classes, self.steps[room], self.gaps[room], self.bits[room])
 
     def mask(self, gradient: Tensor) -> Tensor:
         """A gradient that has come back, without components that nothing crosses of."""
         if not self.masked or not self.made or self.basis is None:
             return gradient
-        sent = (self.bits[0].view(-1, self.group).amax(1) > 0).repeat_interleave(self.group)
-        basis = self.basis * sent
+        basis = self.basis * (self.bits[0] > 0)
         rows = gradient.reshape(-1, self.width).to(work(gradient))
         return ((rows @ basis.to(rows.dtype)) @ basis.T.to(rows.dtype)).view(gradient.shape).to(gradient.dtype)
 

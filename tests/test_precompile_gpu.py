@@ -74,7 +74,7 @@ def _messages(link, like):
                 lane.begin(step)
                 lane.digests(ids)
             x = torch.randn(len(ids), *ROW).to(like)
-            message = Message(0, ids, True)
+            message = Message(0, ids, True, tokens=torch.arange(x[..., 0].numel()).view(x.shape[:-1]))
             receiver.recv(message, 0, sender.send(message, 0, x), x.shape, x.dtype)
             for lane in (sender, receiver):
                 lane.resolve_checks()

@@ -1,19 +1,18 @@
 """Transform coding: a basis in which values differ much in variance, and bits for each component by its variance.
 
-    sender     s = rms of a row ;  y = R·Vᵀx/s ;  q = ⌊y/Δ⌋, clipped to 2^b codes         Δ, b: per component
-    receiver   x̂ = s·V·Rᵀ·(q + ½)·Δ/(1 − E(b))           E(b): the error of b bits, 1 for none
+    sender     s = rms of a row ;  y = Vᵀx/s ;  q = ⌊y/Δ⌋, clipped to 2^b codes           Δ, b: per component
+    receiver   x̂ = s·V·(q + ½)·Δ/(1 − E(b))              E(b): the error of b bits, 1 for none
 
-V, Δ and b are a *book* that both ends hold. Without one V is left out, R is a random Hadamard rotation, another for
-every message, and all components get as many bits: a fraction of a bit by giving some of them one more. After a
-rotation values are nearly normal, and Δ is the best equal step for a normal distribution (Max 1960). With a book, which
-the sender of a pipeline's boundary makes from what it has sent (transform_fit.py) and sends along (memory/fitted.py), V
-is a Karhunen–Loève basis and b follows by reverse water-filling: components of little variance get no bits. R then
-mixes neighbours by variance only, some sixteen groups of components that share a variance and their bits. Rows differ
-too: they are put in order by their scales, which both ends know, and each quarter of them has bits of its own.
+V, Δ and b are a *book* that both ends hold. Without one V is a random Hadamard rotation, another for every message, and
+all components get as many bits: a fraction of a bit by giving some of them one more. After a rotation values are nearly
+normal, and Δ is the best equal step for a normal distribution (Max 1960). With a book, which the sender of a pipeline's
+boundary makes from what it has sent (transform_fit.py) and sends along (memory/fitted.py), V is a Karhunen–Loève basis
+and b follows by reverse water-filling: a component of little variance gets no bits. Rows differ too: they are put in
+order by their scales, which both ends know, and each quarter of them has bits of its own, more where scales are large.
 
 **Why not the least error.** The nearest code draws a value to zero: of a normal y it leaves (1 − E)·y and noise. What
 trains behind it then learns on smaller values than it meets without the link. Divided by 1 − E what arrives is y and
-noise, whatever y is, which the rotation makes true for values that are not normal (docs/from-scratch.md has losses).
+noise (docs/from-scratch.md has losses).
 
 The message: int16 scale per row, in 1/16 octaves | one bit stream, class after class: of each of its rows the lowest
 bit of all components that have one, then of each the second bit of those that have two, ….
@@ -24,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ ERROR = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000304, 0.
 OCTAVE = 16  # scales per power of two
 EMPTY = -(2**15)  # the scale of a row of zeros
 CLASSES = 4  # of rows, by their scales
-GROUPS = 16  # of components at least, by their variances, where a row is wide enough
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class Transform(Codec):
         scale = torch.where(largest > 0, scale, EMPTY).to(torch.int16)
         part = book.classes(len(rows))
         if book.basis is not None:
-            scaled = in_groups(scaled @ book.basis.to(scaled.dtype), seed)
+            scaled = scaled @ book.basis.to(scaled.dtype)
         codes = to_codes(scaled[in_order(scale, book)], book)
         stream = [
             ((own[:, plane] >> p) & 1).view(-1)
@@ -203,7 +202,7 @@ class Transform(Codec):
         y = torch.empty(count, width, dtype=work, device=wire.device)
         y[order.view(-1)] = from_codes(codes, book, work).view(count, width)
         if book.basis is not None:
-            y = in_groups(y, seed, inverse=True) @ book.basis.to(work).T
+            y = y @ book.basis.to(work).T
         factor = torch.exp2(scale.to(work) / (2 * OCTAVE))  # twice, so that the ends of the range are reached
         y = torch.where(scale == EMPTY, 0, y * factor * factor)
         limit = torch.finfo(dtype).max
@@ -234,12 +233,6 @@ def in_order(scale: Tensor, book: Book) -> Tensor:
     return order.view(classes, -1)
 
 
-def in_groups(y: Tensor, seed: int, inverse: bool = False) -> Tensor:
-    """Rows in a basis, [rows, d], each group of neighbouring components rotated at random; or that undone."""
-    width = y.shape[1]
-    return hadamard.rotate(y.reshape(-1), group_of(width), derive("groups", seed), inverse=inverse).view(-1, width)
-
-
 def to_codes(y: Tensor, book: Book) -> Tensor:
     """uint8[classes, rows, d] of rows in order, [classes, rows, d]."""
     part = book.classes(y.shape[0] * y.shape[1])
@@ -257,7 +250,12 @@ def from_codes(codes: Tensor, book: Book, dtype: torch.dtype) -> Tensor:
 
 def gain(bits: Tensor) -> Tensor:
     """1/(1 − E) of so many bits, int64[…]; 1 of none."""
-    return torch.tensor([1.0, *(1 / (1 - error) for error in ERROR[1:])], device=bits.device)[bits]
+    return _gains(bits.device)[bits]
+
+
+@cache
+def _gains(device: torch.device) -> Tensor:
+    return torch.tensor([1.0, *(1 / (1 - error) for error in ERROR[1:])], device=device)
 
 
 def _tiny(x: Tensor) -> float:
@@ -269,8 +267,3 @@ def block_of(width: int) -> int:
     1,024, and 128 where it would be small."""
     part = math.gcd(width, 1024)
     return part if part >= 64 else 128
-
-
-def group_of(width: int) -> int:
-    """How many components a group has: a power of two that divides a row, so that there are GROUPS or more."""
-    return math.gcd(width, 1 << max(width // GROUPS, 1).bit_length() - 1)

@@ -3,10 +3,9 @@
     C = mean over rows of uuᵀ, u = x/rms(x) ;  V Λ Vᵀ = C
     the k-th bit of component i saves λ_i·(E(k−1) − E(k))           E(b): the error of a normal variable with b bits
 
-λ_i is the mean of a group of neighbours by variance, which a rotation mixes. All bits of a row go where they save most,
-one after the other (greedily, which is optimal, since each further bit of a component saves less). The bits of four
-rows, one of each class by scale, are given out together: there a bit saves ρ_c·λ_i·(E(k−1) − E(k)), ρ_c: the mean
-square of the class's rows.
+All bits of a row go where they save most, one after the other (greedily, which is optimal, since each further bit of a
+component saves less). The bits of four rows, one of each class by scale, are given out together: there a bit saves
+ρ_c·λ_i·(E(k−1) − E(k)), ρ_c: the mean square of the class's rows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.lowrank import matrix_shape
-from thinwire.codecs.transform import CLASSES, ERROR, STEP, Book, Transform, group_of
+from thinwire.codecs.transform import CLASSES, ERROR, STEP, Book, Transform
 
 LOOKED_AT = 2048  # rows of a message, at most
 LEAST = 1e-12  # a variance, beside those of unit rows
@@ -85,18 +84,12 @@ def allotted(codec: Transform, moments: Moments, basis: Tensor) -> tuple[Tensor,
 
 
 def allotted_to(codec: Transform, variances: Tensor, energies: Tensor) -> tuple[Tensor, Tensor]:
-    """The steps and bits of components of these variances, the largest first, in classes of rows of these energies."""
-    total, variances = codec.row_bits(len(variances)), shared(variances)
+    """The steps and bits of components of these variances, in classes of rows of these energies."""
+    total = codec.row_bits(len(variances))
     alike = given_out(variances[None], total)
     classes = given_out(energies[:, None] * variances, CLASSES * total)
     bits = torch.cat((alike, classes))
     return torch.tensor(STEP, device=variances.device)[bits] * variances.sqrt(), bits
-
-
-def shared(variances: Tensor) -> Tensor:
-    """Of each component the mean of its group: what it has once the group is rotated."""
-    group = group_of(len(variances))
-    return variances.view(-1, group).mean(1).repeat_interleave(group)
 
 
 def spread(moments: Moments, basis: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,8 +37,11 @@ class TokenMeans:
         if grown:
             self._total = functional.pad(self._total, (0, 0, 0, grown))
             self._count = functional.pad(self._count, (0, grown))
-        self._total.index_put_((flat,), rows, accumulate=True)
-        self._count.index_put_((flat,), torch.ones_like(rows[:, 0]), accumulate=True)
+        for total, values in ((self._total, rows), (self._count, torch.ones_like(rows[:, 0]))):
+            if total.is_cuda:
+                total.index_put_((flat,), values, accumulate=True)  # sorts, where index_add_ adds in any order
+            else:
+                total.index_add_(0, flat, values)  # one after the other, where index_put_ adds in any order
 
     def end_step(self, keep: bool) -> None:
         """Move the means by what the step's messages held beside them, or drop that."""

@@ -25,7 +25,7 @@ from thinwire.bench.scratch.formulas import (
     work,
 )  # fmt: skip
 from thinwire.codecs import Codec
-from thinwire.codecs.transform import CLASSES, MOST_BITS, STEP, Book, Transform, block_of, group_of
+from thinwire.codecs.transform import CLASSES, MOST_BITS, Book, Transform, block_of, gain
 from thinwire.codecs.transform_fit import LOOKED_AT, Moments, allotted, allotted_to, eigenvectors, energies_of, spread
 from thinwire.memory.fitted import LOOKED, due
 
@@ -108,7 +108,6 @@ class TransformCode(FittedCode):
     Arguments as of FittedCode. flags, any of:
       ideal   errs as the best code of so many bits in the same basis would, by the rate-distortion bound
       sized   learns only how unlike in size rows are; every message is rotated at random
-      soft    bits go by the square roots of variances, and so more evenly
       masked  gradients for components without bits are dropped, on their way back
     """
 
@@ -120,10 +119,10 @@ class TransformCode(FittedCode):
     ) -> None:  # fmt: skip
         super().__init__(codec, width, vocabulary, tokens, device)
         self.ideal, self.sized = "ideal" in flags, "sized" in flags
-        self.soft, self.masked = "soft" in flags, "masked" in flags
+        self.masked = "masked" in flags
         room = 1 + CLASSES if codec.learns else 1
         self.basis = torch.zeros(width, width, device=device) if codec.learns and not self.sized else None
-        self.steps, self.bits = (torch.zeros(room, width, device=device) for _ in range(2))
+        self.steps, self.gaps, self.bits = (torch.zeros(room, width, device=device) for _ in range(3))
         self.made = False  # is there a book?
         shapes = (width, width), (CLASSES,), ()
         self.seen = Moments(*(torch.zeros(shape, device=device) for shape in shapes))
@@ -139,19 +138,21 @@ class TransformCode(FittedCode):
 
     def _through(self, z: Tensor, scale: Tensor) -> Tensor:
         """Of Transform's two ends what becomes of rows."""
-        code = blurred if self.ideal else quantised
         room = slice(1, None) if self.made and len(z) % CLASSES == 0 else slice(0, 1)
         classes = class_of(scale, CLASSES if room.start else 1)
         if self.made and self.basis is not None:
-            basis, group = self.basis.to(z.dtype), group_of(self.width)
-            mixed = (z @ basis).view(-1, group)
-            signs = random_signs(mixed)
-            values = code(rotated(mixed, signs).view(z.shape), scale, classes, self.steps[room], self.bits[room])
-            return rotated(values.view(mixed.shape), signs, back=True).view(z.shape) @ basis.T
+            basis = self.basis.to(z.dtype)
+            return self._left(z @ basis, scale, classes, room) @ basis.T
         blocks = z.view(-1, block_of(self.width))
         signs = random_signs(blocks)
-        values = code(rotated(blocks, signs).view(z.shape), scale, classes, self.steps[room], self.bits[room])
+        values = self._left(rotated(blocks, signs).view(z.shape), scale, classes, room)
         return rotated(values.view(blocks.shape), signs, back=True).view(z.shape)
+
+    def _left(self, y: Tensor, scale: Tensor, classes: Tensor, room: slice) -> Tensor:
+        """What arrives of components."""
+        if self.ideal:
+            return blurred(y, scale, classes, self.steps[room], self.bits[room])
+        return quantised(y, scale, classes, self.steps[room], self.gaps[room], self.bits[room])
 
     def mask(self, gradient: Tensor) -> Tensor:
         """A gradient that has come back, without components that nothing crosses of."""
@@ -174,12 +175,10 @@ class TransformCode(FittedCode):
         if self.last is not None:
             self.take(*self.last)
         elif self.ideal:
-            self.steps.fill_(1)
-            self.bits.fill_(bits)
+            self._hold(torch.ones_like(self.steps), torch.full_like(self.bits, bits))
         else:
             even = Book.even(self.codec.row_bits(self.width), self.width, self.steps.device)
-            self.steps.copy_(even.steps.expand_as(self.steps))
-            self.bits.copy_(even.bits.expand_as(self.bits))
+            self._hold(even.steps, even.bits)
 
     def take(self, moments: Moments, basis: Tensor | None) -> None:
         """Use the book of what was seen, in that basis, from now on."""
@@ -188,14 +187,15 @@ class TransformCode(FittedCode):
             steps, bits = allotted_to(self.codec, alike, (moments.energies / moments.count).clamp_min(TINY))
         else:
             steps, bits = (filled if self.ideal else allotted)(self.codec, moments, basis)
-            if self.soft:
-                variances, energies = spread(moments, basis)
-                bits = allotted_to(self.codec, variances.sqrt(), energies.sqrt())[1]
-                steps = torch.tensor(STEP, device=bits.device)[bits] * variances.sqrt()
             self.basis.copy_(basis)
-        self.steps.copy_(steps)
-        self.bits.copy_(bits)
+        self._hold(steps, bits)
         self.last, self.made = (moments, basis), True
+
+    def _hold(self, steps: Tensor, bits: Tensor) -> None:
+        """In place, since a graph has been told where they lie. gaps: between two values that arrive."""
+        self.steps.copy_(steps.expand_as(self.steps))
+        self.bits.copy_(bits.expand_as(self.bits))
+        self.gaps.copy_(self.steps * gain(self.bits.long()))
 
     def before(self, step: int) -> bool:
         """A book is sent with the message of a step, and holds from the next one on."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Cast, Codec, Identity, Quantize, Rotated
-from thinwire.codecs.transform import OCTAVE, gain
+from thinwire.codecs.transform import OCTAVE
 from thinwire.kernels.quantize import choose_scales, qmax, round_codes, shrink_candidates, spare_level
 from thinwire.kernels.scales import decode_scale, encode_scale
 
@@ -115,24 +115,23 @@ def beside_means(x: Tensor, means: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 @fused
-def quantised(y: Tensor, scale: Tensor, classes: Tensor, steps: Tensor, bits: Tensor) -> Tensor:
+def quantised(y: Tensor, scale: Tensor, classes: Tensor, steps: Tensor, gaps: Tensor, bits: Tensor) -> Tensor:
     """What to_codes and from_codes leave of rows. y: float[N, d]. scale: [N, 1]. classes: int64[N], of each row.
-    steps, bits: of each class, [c, d]."""
+    steps, gaps (these over 1 − E), bits: of each class, [c, d]."""
     step, number = steps[classes], bits[classes].float()
     half = torch.exp2(number - 1).floor()
     codes = torch.floor(y.float() / scale / step.clamp_min(TINY))
     codes = torch.minimum(torch.maximum(codes, -half), torch.exp2(number) - 1 - half)
-    return (torch.where(number > 0, (codes + 0.5) * step * gain(bits.long())[classes], 0) * scale).to(y.dtype)
+    return (torch.where(number > 0, (codes + 0.5) * gaps[classes], 0) * scale).to(y.dtype)
 
 
 @fused
 def blurred(y: Tensor, scale: Tensor, classes: Tensor, steps: Tensor, bits: Tensor) -> Tensor:
-    """What the best code of normal values would leave, over 1 − D: y + √(D/(1 − D))·σ·noise, D = 4^(−bits); nothing
-    of what has no bits. σ: steps."""
+    """What the best code of normal values would leave: (1 − D)·y + √(D·(1 − D))·σ·noise, D = 4^(−bits). σ: steps.
+    Over 1 − D it would not be a bound: of less than half a bit more errs than was there."""
     error = torch.exp2(-2 * bits[classes])
     noise = torch.randn(y.shape, device=y.device) * scale * steps[classes]
-    left = y.float() + (error / (1 - error).clamp_min(TINY)).sqrt() * noise
-    return torch.where(error < 1, left, 0).to(y.dtype)
+    return ((1 - error) * y.float() + (error * (1 - error)).sqrt() * noise).to(y.dtype)
 
 
 def class_of(scale: Tensor, classes: int) -> Tensor:

@@ -63,7 +63,7 @@ def _rotated(bits: int, scale: str = "absmax") -> Mapping[str, Any]:
     return {"codec": "rotated", "inner": _direct(bits, scale)}
 
 
-FORMULAS = ("ideal", "sized", "soft", "masked")  # what a way has beside what a `[wire]` table has
+FORMULAS = ("ideal", "sized", "masked")  # what a way has beside what a `[wire]` table has
 
 
 def _transform(bits: float, every: int = 0, **more: bool) -> Mapping[str, Any]:
@@ -120,7 +120,7 @@ ROWS = {
 
 NAME = re.compile(
     r"(?P<ideal>ideal )?tokens \+ basis (?P<bits>[\d.]+ back [\d.]+)( every (?P<every>\d+))?"
-    r"(?P<soft> soft)?(?P<masked> masked)?(?P<sized> sized)?(?P<kept> kept)?( tilt (?P<tilt>-?[\d.]+))?"
+    r"(?P<masked> masked)?(?P<sized> sized)?(?P<kept> kept)?( tilt (?P<tilt>-?[\d.]+))?"
     r"(?P<phases>(, [\d.]+ back [\d.]+ from [\d.]+)*)"
 )
 
@@ -128,7 +128,7 @@ NAME = re.compile(
 def row_of(name: str) -> Row:
     """The row of a name: one of ROWS, or one like "tokens + basis 6 back 4 kept tilt 0.5, 2 back 2 from 0.1".
 
-    every: steps between books, otherwise 100. soft, masked, sized: as of TransformCode. kept, tilt: as of Row. After a
+    every: steps between books, otherwise 100. masked, sized: as of TransformCode. kept, tilt: as of Row. After a
     comma: bits forward, bits back, and the share of the steps from which they hold. ideal before all of it: as the best
     codes of so many bits would err.
     """
@@ -138,7 +138,7 @@ def row_of(name: str) -> Row:
     if found is None:
         raise UsageError(f"{name!r} is no row; rows are {', '.join(ROWS)}")
     every, ideal, sized = int(found["every"] or 100), bool(found["ideal"]), bool(found["sized"])
-    there = {"ideal": ideal, "soft": bool(found["soft"]), "masked": bool(found["masked"])}
+    there = {"ideal": ideal, "masked": bool(found["masked"])}
     forward, back = map(float, found["bits"].split(" back "))
     phases: list[Any] = []
     for phase in found["phases"].split(", ")[1:]:

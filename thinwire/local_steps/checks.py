@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from thinwire.collectives.groups import Group
 from thinwire.config.local import Local, OuterFactory
@@ -15,6 +17,20 @@ from thinwire.data_parallel.parameters import describe_parameters
 from thinwire.distributed.config_check import check_agreement, describe
 from thinwire.errors import UsageError
 from thinwire.local_steps.fragment import own_part
+
+
+def check_inner(inner: Optimizer, parameters: Mapping[str, Tensor]) -> None:
+    """UsageError where it is no optimiser, or one of other parameters only."""
+    if not isinstance(inner, Optimizer):
+        raise UsageError(f"inner must be the optimiser of these parameters, not {type(inner).__name__}")
+    if {id(p) for p in parameters.values()}.isdisjoint(id(p) for g in inner.param_groups for p in g["params"]):
+        raise UsageError("inner must be the optimiser of these parameters: it has none of them")
+
+
+def check_tokens(tokens: float) -> None:
+    """UsageError where a step cannot weigh so much."""
+    if not 0 <= tokens < math.inf:
+        raise UsageError(f"step(tokens={tokens!r}): what a step weighs is 0 or more, and finite")
 
 
 def check_alike(

@@ -33,7 +33,7 @@ from thinwire.distributed.streams import settled_streams
 from thinwire.distributed.summary import Summary
 from thinwire.distributed.thread import CommunicationThread
 from thinwire.errors import UsageError
-from thinwire.local_steps.checks import check_alike, shard_group
+from thinwire.local_steps.checks import check_alike, check_inner, check_tokens, shard_group
 from thinwire.local_steps.fragment import Fragment, at_anchors, own_part, start_anew
 from thinwire.local_steps.last import other_wire
 from thinwire.local_steps.quorum import Meetings, check_settings
@@ -86,8 +86,7 @@ class LocalSteps:
         self.parameters = trainable_parameters(named_parameters)
         if not self.parameters:
             raise UsageError("no parameter requires a gradient: there is nothing to average")
-        if not isinstance(inner, Optimizer):
-            raise UsageError(f"inner must be the optimiser of these parameters, not {type(inner).__name__}")
+        check_inner(inner, self.parameters)
         self.inner = inner
         self.reduction = self.settings.wire.gradient or Reduction(Dense())
         self.exact_rounds = warmup_steps("gradient", self.reduction)
@@ -143,6 +142,7 @@ class LocalSteps:
         tokens: what this step weighs in the mean over sites, such as the number of tokens that the site has trained
         on; equal on all ranks of a site.
         """
+        check_tokens(tokens)
         self.steps = self.steps + 1 if self.meetings is None else self.meetings.pace.advance(self.steps)
         for fragment in self.fragments:
             fragment.tokens += tokens

@@ -97,27 +97,31 @@ def seeds(jobs: list[Job]) -> list[Job]:
     return [replace(one, seed=seed) for seed in (1, 2) for one in jobs]
 
 
-OUTERS = {3: (2.0, 3.0, 1.4), 30: (3.0, 4.5, 6.0), 1: (2.0, 3.0, 4.5)}  # rates that both try, by H
-
-
 def core(best: Best) -> Stages:
-    """Equal bytes on one core: SparseLoCo, and its recipe with our value code, with as many trials on seed 0; then the
-    best of each at every H with three seeds, and Streaming DiLoCo."""
-    exacts = [exact(lr, **CORE) for lr in (6e-3, 3e-3, 1.2e-2)]
+    """Equal bytes on one core: SparseLoCo, and its recipe with our value code and some of what was not sent kept, with
+    as many trials on seed 0; then the best of each at every H with three seeds, and Streaming DiLoCo."""
+    exacts = [exact(lr, **CORE) for lr in (6e-3, 3e-3, 1.2e-2, 9e-3)]
     rates = [(lr, outer) for lr in (3e-3, 6e-3) for outer in (2.0, 3.0)] + [(9e-3, 3.0), (6e-3, 4.5)]
-    theirs = {10: [loco(10, *one, **CORE) for one in rates] + [loco(10, 9e-3, 2.0, **CORE)]}
-    own = {10: [mine_loco(10, *one, **CORE) for one in rates] + [mine_loco(10, 6e-3, 3.0, {"keep": 0.5}, **CORE)]}
+    more = [(9e-3, 2.0), (6e-3, 2.5), (1.2e-2, 2.0), (1.2e-2, 3.0), (1.8e-2, 2.0)]
+    kept = [(6e-3, 3.0, 0.5), (9e-3, 3.0, 0.5), (6e-3, 3.0, 0.75), (1.2e-2, 3.0, 0.5), (1.2e-2, 2.0, 0.5)]
+    theirs = {10: [loco(10, *one, **CORE) for one in rates + more]}
+    own = {10: [mine_loco(10, *one, **CORE) for one in rates]}
+    own[10] += [mine_loco(10, lr, outer, {"keep": keep}, **CORE) for lr, outer, keep in kept]
     yield exacts + [one for pair in zip(theirs[10], own[10]) for one in pair]
-    lr, mine_lr = best(theirs[10]).lr, best(own[10]).lr
-    for every, outers in OUTERS.items():
-        theirs[every] = [loco(every, lr, outer, **CORE) for outer in outers]
-        own[every] = [mine_loco(every, mine_lr, outer, **CORE) for outer in outers]
+    lr, mine = best(theirs[10]).lr, best(own[10])
+    keep = {"keep": mine.table["keep"]}
+    for every in (3, 30, 1):
+        theirs[every] = [loco(every, lr, outer, **CORE) for outer in (3.0, 2.0)]
+        own[every] = [mine_loco(every, mine.lr, outer, keep, **CORE) for outer in (3.0, 2.0)]
+    for every in (3, 30):
         yield [one for pair in zip(theirs[every], own[every]) for one in pair]
-    flow = [other("Streaming DiLoCo", 30, *one, **CORE) for one in ((6e-3, 0.7), (3e-3, 0.7), (6e-3, 1.0))]
-    yield flow
-    for every in (10, 3, 30, 1):
+    for every in (10, 3, 30):
         yield seeds([best(theirs[every]), best(own[every])])
-    yield seeds([best(exacts), best(flow)])
+    flow = [other("Streaming DiLoCo", 30, *one, **CORE) for one in ((6e-3, 0.7), (3e-3, 0.7))]
+    yield flow
+    yield seeds([best(flow), best(exacts)])
+    yield [one for pair in zip(theirs[1], own[1]) for one in pair]
+    yield seeds([best(theirs[1]), best(own[1])])
 
 
 GRIDS: dict[str, Callable[[Best], Stages]] = {"first": first, "core": core}

@@ -102,17 +102,18 @@ def core(best: Best) -> Stages:
     as many trials on seed 0; then the best of each at every H with three seeds, and Streaming DiLoCo."""
     exacts = [exact(lr, **CORE) for lr in (6e-3, 3e-3, 1.2e-2, 9e-3)]
     rates = [(lr, outer) for lr in (3e-3, 6e-3) for outer in (2.0, 3.0)] + [(9e-3, 3.0), (6e-3, 4.5)]
-    more = [(9e-3, 2.0), (6e-3, 2.5), (1.2e-2, 2.0), (1.2e-2, 3.0), (1.8e-2, 2.0)]
+    more = [(9e-3, 2.0), (6e-3, 2.5), (1.2e-2, 2.0), (1.2e-2, 3.0), (1.8e-2, 2.0), (2.4e-2, 1.4)]
     kept = [(6e-3, 3.0, 0.5), (9e-3, 3.0, 0.5), (6e-3, 3.0, 0.75), (1.2e-2, 3.0, 0.5), (1.2e-2, 2.0, 0.5)]
+    kept += [(9e-3, 2.0, 0.5)]
     theirs = {10: [loco(10, *one, **CORE) for one in rates + more]}
     own = {10: [mine_loco(10, *one, **CORE) for one in rates]}
     own[10] += [mine_loco(10, lr, outer, {"keep": keep}, **CORE) for lr, outer, keep in kept]
     yield exacts + [one for pair in zip(theirs[10], own[10]) for one in pair]
-    lr, mine = best(theirs[10]).lr, best(own[10])
-    keep = {"keep": mine.table["keep"]}
+    middle = best(theirs[10]), best(own[10])
     for every in (3, 30, 1):
-        theirs[every] = [loco(every, lr, outer, **CORE) for outer in (3.0, 2.0)]
-        own[every] = [mine_loco(every, mine.lr, outer, keep, **CORE) for outer in (3.0, 2.0)]
+        theirs[every], own[every] = ([at(one, every, share) for share in (1.0, 0.7, 1.4)] for one in middle)
+    theirs[3] += [loco(3, 1.8e-2, 1.0, **CORE), loco(3, 2.7e-2, 1.4, **CORE)]
+    own[3] += [mine_loco(3, 1.8e-2, 1.4, {"keep": keep}, **CORE) for keep in (0.0, 0.5)]
     for every in (3, 30):
         yield [one for pair in zip(theirs[every], own[every]) for one in pair]
     for every in (10, 3, 30):
@@ -120,8 +121,25 @@ def core(best: Best) -> Stages:
     flow = [other("Streaming DiLoCo", 30, *one, **CORE) for one in ((6e-3, 0.7), (3e-3, 0.7))]
     yield flow
     yield seeds([best(flow), best(exacts)])
+    yield elsewhere([best(theirs[10]), best(own[10])])
     yield [one for pair in zip(theirs[1], own[1]) for one in pair]
     yield seeds([best(theirs[1]), best(own[1])])
+
+
+def at(one: Job, every: int, share: float) -> Job:
+    """With another H, and this share of its outer rate."""
+    return replace(one, every=every, table={**one.table, "outer_lr": round(one.table["outer_lr"] * share, 2)})
+
+
+def elsewhere(jobs: list[Job]) -> list[Job]:
+    """Two and eight sites, with the outer rate as it is, and in proportion to the sites; ours a step late."""
+    out = []
+    for sites in (2, 8):
+        for share in (sites / 4, 1.0):
+            for one in jobs:
+                table = {**one.table, "outer_lr": one.table["outer_lr"] * share}
+                out.append(replace(one, sites=sites, table=table))
+    return [*out, replace(jobs[1], table={**jobs[1].table, "delay": 1})]
 
 
 GRIDS: dict[str, Callable[[Best], Stages]] = {"first": first, "core": core}

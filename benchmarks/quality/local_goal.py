@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frontier_jobs import LOCAL, OURS, Row, ours
+from frontier_jobs import LOCAL, OURS, Row, before, ours
 from local_frontier import Runner, done, is_done, parsed
 from stacked_model import Size, pack
 from stacked_run import Job
@@ -35,8 +35,8 @@ def job(method: str, every: int, table: Row, lr: float = 3e-3, **rest: Any) -> J
 
 
 def mine(every: int = 10, lr: float = 3e-3, late: Row | None = None, moments: str = "own", **changed: Any) -> Job:
-    """Ours, one round at a time; changed: of `ours`."""
-    return job(OURS, every, ours(**{"delay": 0, **changed}), lr, late=late or {}, moments=moments)
+    """Ours as it was, one round at a time; changed: of `before`."""
+    return job(OURS, every, before(**{"delay": 0, **changed}), lr, late=late or {}, moments=moments)
 
 
 def other(method: str, every: int, lr: float, outer: float, **rest: Any) -> Job:
@@ -110,18 +110,20 @@ def core(best: Best) -> Stages:
     own[10] += [mine_loco(10, lr, outer, {"keep": keep}, **CORE) for lr, outer, keep in kept]
     yield exacts + [one for pair in zip(theirs[10], own[10]) for one in pair]
     middle = best(theirs[10]), best(own[10])
-    for every in (3, 30, 1):
-        theirs[every], own[every] = ([at(one, every, share) for share in (1.0, 0.7, 1.4)] for one in middle)
+    for every, shares in ((3, (1.0, 0.7, 1.4)), (30, (1.0, 0.7)), (1, (0.7, 1.0))):
+        theirs[every], own[every] = ([at(one, every, share) for share in shares] for one in middle)
     theirs[3] += [loco(3, 1.8e-2, 1.0, **CORE), loco(3, 2.7e-2, 1.4, **CORE)]
     own[3] += [mine_loco(3, 1.8e-2, 1.4, {"keep": keep}, **CORE) for keep in (0.0, 0.5)]
+    theirs[30] += [loco(30, lr, 3.0, **CORE) for lr in (9e-3, 6e-3)]
+    own[30] += [mine_loco(30, lr, 3.0, {"keep": keep}, **CORE) for lr, keep in ((9e-3, 0.25), (6e-3, 0.5))]
     for every in (3, 30):
         yield [one for pair in zip(theirs[every], own[every]) for one in pair]
-    for every in (10, 3, 30):
+    yield elsewhere(middle[1])
+    for every in (10, 30, 3):
         yield seeds([best(theirs[every]), best(own[every])])
     flow = [other("Streaming DiLoCo", 30, *one, **CORE) for one in ((6e-3, 0.7), (3e-3, 0.7))]
     yield flow
     yield seeds([best(flow), best(exacts)])
-    yield elsewhere([best(theirs[10]), best(own[10])])
     yield [one for pair in zip(theirs[1], own[1]) for one in pair]
     yield seeds([best(theirs[1]), best(own[1])])
 
@@ -131,15 +133,10 @@ def at(one: Job, every: int, share: float) -> Job:
     return replace(one, every=every, table={**one.table, "outer_lr": round(one.table["outer_lr"] * share, 2)})
 
 
-def elsewhere(jobs: list[Job]) -> list[Job]:
-    """Two and eight sites, with the outer rate as it is, and in proportion to the sites; ours a step late."""
-    out = []
-    for sites in (2, 8):
-        for share in (sites / 4, 1.0):
-            for one in jobs:
-                table = {**one.table, "outer_lr": one.table["outer_lr"] * share}
-                out.append(replace(one, sites=sites, table=table))
-    return [*out, replace(jobs[1], table={**jobs[1].table, "delay": 1})]
+def elsewhere(one: Job) -> list[Job]:
+    """Two sites and eight, with the outer rate in proportion to the sites, and as it is; and a step late."""
+    tried = [replace(at(one, one.every, share), sites=sites) for sites in (2, 8) for share in (sites / 4, 1.0)]
+    return [*tried, replace(one, table={**one.table, "delay": 1})]
 
 
 GRIDS: dict[str, Callable[[Best], Stages]] = {"first": first, "core": core}

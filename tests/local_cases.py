@@ -261,7 +261,10 @@ def mistakes_are_refused() -> None:
     for words, how in (
         ("delay = 4", {"every": 4, "delay": 4}), ("mix = 1", {"mix": 1.0}), ("keep = 2", {"keep": 2}),
         ("no residual to keep", {"wire": "off", "keep": 1}), ("grow = 3", {"grow": 3, "fragments": 2}),
-        ("fragments = 9", {"fragments": 9, "every": 9}),
+        ("fragments = 9", {"fragments": 9, "every": 9}), ("host = 'yes': must be true", {"host": "yes"}),
+        ("nesterov = 'no': must be true", {"wire": {"preset": "diloco", "nesterov": "no"}}),
+        ("outer_lr = inf", {"wire": {"preset": "diloco", "outer_lr": float("inf")}}),
+        ("no preset of local steps (diloco", {"wire": "sparseloko"}),
         ("differs from rank 0 in local.every", {"every": 4 + (rank > 0)}),
     ):  # fmt: skip
         with refused(words):
@@ -272,7 +275,13 @@ def mistakes_are_refused() -> None:
         LocalSteps(model.named_parameters(), inner_of(model), "diloco")
     with refused("no such key"):
         make({"evry": 3, "every": 2})
+    with refused("it has none of them"):
+        LocalSteps(model.named_parameters(), inner_of(Net()), "diloco")
     local = make(every=1)[2]
+    for tokens in (-1.0, float("nan"), float("inf")):
+        with refused("0 or more, and finite"):
+            local.step(tokens)
+    check(local.steps == 0, "a step that is refused does not count")
     local.steps = rank % 2  # a step ahead
     with refused("all sites make as many inner steps"):
         local.step()

@@ -11,6 +11,7 @@ import local_paper_cases
 import local_site_cases
 import local_stacked_cases
 import pytest
+import torch
 from rank_cases import name_of, run_cases
 from rank_launch import launch, needs_network, passed
 
@@ -18,6 +19,7 @@ from thinwire.errors import UsageError
 from thinwire.lab import Network
 from thinwire.local_steps.pace import Pace
 from thinwire.local_steps.schedule import Schedule, split_fragments
+from thinwire.local_steps.trainers import _HuggingFace
 
 PRELOAD = (
     "torch",
@@ -99,3 +101,13 @@ def test_a_slow_site_makes_fewer_inner_steps_and_never_passes_over_a_round():
     never = Pace(None, pace.schedule)
     never.compare(0, [9.0, 1.0])
     assert never.stride == 1
+
+
+def test_all_files_of_hugging_faces_checkpoint_are_read_where_sites_are_others(tmp_path):
+    callback = _HuggingFace("sparseloco", {})
+    with pytest.raises(UsageError, match="is missing"):
+        callback._saved(tmp_path / "thinwire-local-0of2.pt")
+    for rank in range(3):
+        torch.save({f"rank{rank}of3/step": torch.tensor(7)}, tmp_path / f"thinwire-local-{rank}of3.pt")
+    assert set(callback._saved(tmp_path / "thinwire-local-0of2.pt")) == {f"rank{rank}of3/step" for rank in range(3)}
+    assert set(callback._saved(tmp_path / "thinwire-local-1of3.pt")) == {"rank1of3/step"}

@@ -78,14 +78,20 @@ def dense(bits: int) -> Row:
 
 def ours(**changed: Any) -> Row:
     """The preset `local-max` written out, with some of it changed."""
-    return sparse(**{"hops": False, "k": 64, "momentum": 0.5, "keep": 1.0, **changed})
+    return sparse(**{"hops": False, "k": 64, "keep": 0.5, "lr": 3.0, **changed})
+
+
+def before(**changed: Any) -> Row:
+    """What `local-max` was until 2026-11-19: all that was not sent is kept, Nesterov outside."""
+    return ours(**{"keep": 1.0, "lr": 1.0, "momentum": 0.5, **changed})
 
 
 ABLATIONS: dict[str, Row] = {  # one thing of ours changed at a time
     **{f"ours, beta {beta}": ours(decay=beta) for beta in (0.8, 0.9, 1.0)},
     "ours, nothing kept": ours(keep=0.0),
-    "ours, half kept": ours(keep=0.5),
-    "ours, outer rate 2, plain": ours(lr=2.0, momentum=0.0),
+    "ours, all kept": ours(keep=1.0),
+    "ours, all kept, Nesterov": before(),
+    "ours, outer rate 2": ours(lr=2.0),
     "ours, tile 32": ours(tile=32, k=16),
     "ours, tile 128": ours(tile=128, k=256),
     "ours, 32 bits": ours(values=()),

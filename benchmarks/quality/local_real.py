@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frontier_jobs import OURS, ours
+from frontier_jobs import OURS, before
 from local_frontier import Row, Runner, done, is_done, parsed
 from stacked_llama import TOKENS, WEIGHTS, Llama, keep, pack_tokens
 from stacked_run import Job
@@ -74,7 +74,7 @@ def rival(preset: str, every: int, lr: float, outer: float, **rest: Any) -> Job:
 
 def mine(every: int, lr: float, name: str = OURS, outer: float = 1.0, rest: Row | None = None, **changed: Any) -> Job:
     """Ours with some of it changed, without a delay; rest: of the job."""
-    return job(name, every, ours(**{"delay": 0, "lr": outer, **changed}), lr, **(rest or {}))
+    return job(name, every, before(**{"delay": 0, "lr": outer, **changed}), lr, **(rest or {}))
 
 
 def best(runner: Runner, jobs: list[Job]) -> Job:

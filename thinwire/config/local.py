@@ -5,6 +5,7 @@ Local.of("sparseloco")      Local.of({"preset": "diloco", "every": 100, "wire": 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from thinwire.config.presets import LOCAL_PRESETS
+from thinwire.config.presets import LOCAL_PRESETS, PRESETS
 from thinwire.config.wire import Wire, WireLike
 from thinwire.errors import UsageError
 
@@ -70,10 +71,14 @@ class Local:
             raise UsageError(
                 f"[local] keep = {self.keep!r}: the wire leaves no residual to keep (memory = error_feedback)"
             )
-        if not isinstance(self.outer_lr, (int, float)) or not self.outer_lr > 0:
-            raise UsageError(f"[local] outer_lr = {self.outer_lr!r}: must be positive")
+        number = isinstance(self.outer_lr, (int, float)) and not isinstance(self.outer_lr, bool)
+        if not number or not 0 < self.outer_lr < math.inf:
+            raise UsageError(f"[local] outer_lr = {self.outer_lr!r}: must be positive, and finite")
         if not isinstance(self.momentum, (int, float)) or not 0 <= self.momentum < 1:
             raise UsageError(f"[local] momentum = {self.momentum!r}: must lie in [0, 1)")
+        for name in ("nesterov", "host"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"[local] {name} = {getattr(self, name)!r}: must be true or false")
 
     def outer(self, anchors: Iterable[Tensor]) -> Optimizer:
         """The outer optimiser of these anchors."""
@@ -99,6 +104,8 @@ class Local:
             return _read({"preset": given})
         if isinstance(given, Mapping) and (given.get("preset") in LOCAL_PRESETS or KEYS & set(given)):
             return _read(given)
+        if isinstance(given, str) and given not in (*PRESETS, "auto"):
+            raise UsageError(f"{given!r}: no preset of local steps ({', '.join(LOCAL_PRESETS)}), nor of [wire]")
         return Local(wire=Wire.of(given))
 
 

@@ -134,9 +134,9 @@ LOCAL_PRESETS: dict[str, dict[str, Any]] = {
         },
         "every": 30, "outer_lr": 1.0, "momentum": 0.0, "nesterov": False,
     },
-    # ours: the same share of every tile, with two magnitudes that fit its values best and coded indices. What was not
-    # sent stays in the site's weights, which are drawn to the anchor by the decay; Nesterov outside; and sending hidden
-    # behind a step: what was learnt meanwhile is carried over whole
+    # ours: the same share of every tile, with two magnitudes that fit its values best and coded indices. Half of what
+    # was not sent stays in the site's weights. No momentum outside, and a large rate: sites pick different entries, of
+    # which a mean has a share only. Sending is hidden behind a step; what was learnt meanwhile is carried over whole
     "local-max": {
         "wire": {
             "gradient": {
@@ -144,7 +144,7 @@ LOCAL_PRESETS: dict[str, dict[str, Any]] = {
                 "memory": {"memory": "error_feedback", "decay": 0.95}, "exact_dims": 0,
             }
         },
-        "every": 30, "delay": 1, "keep": 1.0, "outer_lr": 1.0, "momentum": 0.5,
+        "every": 30, "delay": 1, "keep": 0.5, "outer_lr": 3.0, "momentum": 0.0, "nesterov": False,
     },
     # ours, for models that know much already: every value's sign and a magnitude per block, to its owner and back, so
     # that a site's bytes do not grow with their number; what was not sent stays in the site's weights

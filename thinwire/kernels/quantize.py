@@ -171,9 +171,9 @@ def best_shrink(blocks: Tensor, absmax: Tensor, negative: Tensor, bits: int) -> 
 def shrink_candidates(bits: int) -> list[tuple[int, float, float]]:
     """(integer step, its float32 reciprocal, c) of every candidate.
 
-    Beside 16 of them, 1 to 0.25, four err by 1 to 7 % more on normal, heavy-tailed and uniform blocks of 128, and by up to
-    a quarter where few values are not zero. Where all magnitudes are nearly equal errors are small, and up to twice as
-    large (tests/test_codecs.py).
+    Beside 16 of them, 1 to 0.25, four err by 1 to 7 % more on normal, heavy-tailed and uniform blocks of 128, and by
+    up to a quarter where few values are not zero. Where all magnitudes are nearly equal errors are small, and up to
+    twice as large (tests/test_codecs.py).
     """
     steps = [(round(GRID * c / qmax(bits)), c) for c in SHRINKS.get(bits, FINE)]
     return [(step, float(torch.tensor(1.0) / step), c) for step, c in steps]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -19,11 +20,19 @@ from thinwire.local_steps.fragment import own_part
 
 
 def check_trained(parameters: Mapping[str, Tensor], inner: object) -> None:
-    """UsageError where nothing is trained, or by no optimiser."""
+    """UsageError where nothing is trained, or by no optimiser, or by one of other parameters only."""
     if not parameters:
         raise UsageError("no parameter requires a gradient: there is nothing to average")
     if not isinstance(inner, Optimizer):
         raise UsageError(f"inner must be the optimiser of these parameters, not {type(inner).__name__}")
+    if {id(p) for p in parameters.values()}.isdisjoint(id(p) for g in inner.param_groups for p in g["params"]):
+        raise UsageError("inner must be the optimiser of these parameters: it has none of them")
+
+
+def check_tokens(tokens: float) -> None:
+    """UsageError where a step cannot weigh so much."""
+    if not 0 <= tokens < math.inf:
+        raise UsageError(f"step(tokens={tokens!r}): what a step weighs is 0 or more, and finite")
 
 
 def check_alike(

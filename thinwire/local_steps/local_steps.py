@@ -32,7 +32,7 @@ from thinwire.data_parallel.precompile import precompile_averaging
 from thinwire.distributed.streams import settled_streams
 from thinwire.distributed.summary import Summary
 from thinwire.distributed.thread import CommunicationThread
-from thinwire.local_steps.checks import check_alike, check_trained, shard_group
+from thinwire.local_steps.checks import check_alike, check_tokens, check_trained, shard_group
 from thinwire.local_steps.fragment import Fragment, at_anchors, own_part, start_anew
 from thinwire.local_steps.last import other_wire
 from thinwire.local_steps.quorum import Meetings, check_not_met, check_settings
@@ -142,6 +142,7 @@ class LocalSteps:
         tokens: what this step weighs in the mean over sites, such as the number of tokens that the site has trained
         on; equal on all ranks of a site.
         """
+        check_tokens(tokens)
         self.steps = self.steps + 1 if self.meetings is None else self.meetings.pace.advance(self.steps)
         for fragment in self.fragments:
             fragment.tokens += tokens

@@ -76,17 +76,14 @@ class Attachment:
 
 
 class _HuggingFace(Attachment):
-    """The state lies next to the checkpoint's weights, in one file per site."""
+    """The state lies next to the checkpoint's weights in the trainer's own folder, in one file per site."""
 
     trainer: Any
 
     def on_train_begin(self, args: Any, state: Any, control: object, **_: object) -> None:
         self.attach(self.trainer.model_wrapped, self.trainer.optimizer)
         if self.local is not None and state.global_step:
-            file = self._file(args, state)
-            if not file.exists():
-                raise UsageError(f"local_steps: {file} is missing: this site cannot go on with its own weights")
-            self.local.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            self.local.load_state_dict(self._saved(self._file(args, state)))
 
     def on_save(self, args: Any, state: Any, control: object, **_: object) -> None:
         if self.local is not None:
@@ -96,6 +93,16 @@ class _HuggingFace(Attachment):
         """All sites end with the anchor."""
         if self.local is not None:
             self.local.finish()
+
+    def _saved(self, own: Path) -> dict[str, Tensor]:
+        """This site's file, or, where another number of sites wrote the checkpoint, all of theirs."""
+        files = [own] if own.exists() else sorted(own.parent.glob("thinwire-local-*of*.pt"))
+        if not files:
+            raise UsageError(f"local_steps: {own} is missing: this site cannot go on with its own weights")
+        found: dict[str, Tensor] = {}
+        for file in files:
+            found |= torch.load(file, map_location="cpu", weights_only=True)
+        return found
 
     def _file(self, args: Any, state: Any) -> Path:
         assert self.local is not None

@@ -258,8 +258,7 @@ class LocalSteps:
         """All that this rank needs to go on with the same bits, under names that hold its rank: this site's weights and
         inner optimiser, anchors, outer optimiser, residuals, and means under way. Called on all ranks together, since
         it waits for what is being sent. Where the model is in parts, it is {"shard<i>of<n>": …}."""
-        out = {"step": torch.tensor(self.steps)}
-        out |= site_state(self.inner, self.parameters, self.fragments)
+        out = {"step": torch.tensor(self.steps)} | site_state(self.inner, self.parameters, self.fragments)
         for number in self.in_flight:
             out |= round_state(self._arrived(number))
         if self.sends or self.site.keep:  # other copies have no residual, and torch keeps one of equal names

@@ -83,6 +83,7 @@ def plan(options: argparse.Namespace) -> list[Run]:
     runs += [*full("vgg", (0,), CORE, rate=0.5), *full("llama", (0,), CORE, rate=0.5), *lengths("an4", slice(2, 3))]
     runs += [*full("an4-small", (0, 1, 2), claimed["an4-small"]), *lengths("an4-small", slice(2))]
     runs += full("an4-small-sgd", (0, 1, 2), (*published[:2], WARM_1, "Ok-Topk 2 %", "Ok-Topk 1 %", "4 bits"))
+    runs += [*full("an4-small-sgd", (0,), published[1:2], 16), *full("an4-small-sgd", (0,), ("gTopk 1 %",))]
     runs += [run for rate in (0.5, 2) for run in full("an4-small-sgd", (0,), published[:2], rate=rate)]
     runs += lengths("an4-small-sgd", slice(2))
     return [

@@ -166,6 +166,8 @@ def test_a_rank_that_lost_another_ends_the_run_in_one_line():
         local._check_end(ended({0: 1, 1: -9}, {0: said, 1: []}), asked=False)
     with pytest.raises(RunFailed, match=r"^lost rank 1"):
         local._check_end(ended({1: -9, 0: 1}, {0: said, 1: ["Killed"]}), asked=False)
+    with pytest.raises(RunFailed, match=r"^rank 1 on host1 was killed by signal 9; go on with --resume$"):
+        local._check_end(ended({1: -9, 0: -15}, {0: ["a step"], 1: []}), asked=False)
 
 
 def test_a_rank_gives_a_status_where_it_failed(monkeypatch, capsys):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from thinwire.errors import RunFailed, UsageError
 from thinwire.lab import Job, Network, RankFailed, check
+from thinwire.lab.errors import describe as describe_status
 from thinwire.lab.topology import Topology, flat, in_sites, make_link
 from thinwire.quantities import parse_rate
 from thinwire.terminal import progress
@@ -141,6 +142,9 @@ def _check_end(job: Job, asked: bool) -> None:
             raise UsageError(errors[-1]) from None
         if errors:
             raise RunFailed(f"{errors[0]}; go on with --resume") from None
+        if failed.status < 0:  # killed, and the others were stopped before they had noticed
+            said = f"rank {failed.rank} on {failed.host} {describe_status(failed.status)}"
+            raise RunFailed(f"{said}; go on with --resume") from None
         raise
 
 

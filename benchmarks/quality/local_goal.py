@@ -1,7 +1,8 @@
 """Towards 1,000 times fewer bytes: every method with as many trials on seed 0, then what won, on one card or one core.
 
-    python benchmarks/quality/local_goal.py --corpus python.xz --out out --grid first --parallel 3 --budget 500
-    python benchmarks/quality/local_goal.py --out out --grid first --quick --device cpu
+    python benchmarks/quality/local_goal.py --corpus python.xz --out out --grid size --parallel 3 --together 12
+    python benchmarks/quality/local_goal.py --corpus python.xz --out out --grid large --parallel 2 --together 6
+    python benchmarks/quality/local_goal.py --out out --grid size --quick --device cpu
     python benchmarks/quality/local_goal.py --corpus python.xz --out out --grid core --device cpu --together 1
 
 Rows go to OUT/frontier.jsonl, what is there is not made again; local_frontier_report.py reads it.
@@ -10,6 +11,7 @@ Rows go to OUT/frontier.jsonl, what is there is not made again; local_frontier_r
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -18,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from frontier_jobs import LOCAL, OURS, Row, before, ours
+from frontier_jobs import LOCAL, OURS, Row, ours
 from local_frontier import Runner, done, is_done, parsed
 from stacked_model import Size, pack
 from stacked_run import Job
 
-SIZE, STEPS, BATCH = Size(256, 4, 256), 1500, 64
+SIZE, STEPS, BATCH = Size(256, 4, 256), 3000, 32
+LARGE: Row = {"size": Size(512, 8, 256), "steps": 2000, "batch": 32}
 CORE: Row = {"size": Size(64, 2, 64), "steps": 1500, "batch": 16}  # a run takes half a minute of one core
 Best = Callable[[list[Job]], Job]  # of these the one with the least loss
 Stages = Iterator[list[Job]]
@@ -34,52 +37,17 @@ def job(method: str, every: int, table: Row, lr: float = 3e-3, **rest: Any) -> J
     return Job(method, every=every, table=table, lr=lr, **given)
 
 
-def mine(every: int = 10, lr: float = 3e-3, late: Row | None = None, moments: str = "own", **changed: Any) -> Job:
-    """Ours as it was, one round at a time; changed: of `before`."""
-    return job(OURS, every, before(**{"delay": 0, **changed}), lr, late=late or {}, moments=moments)
-
-
 def other(method: str, every: int, lr: float, outer: float, **rest: Any) -> Job:
     return job(method, every, {**LOCAL[method], "outer_lr": outer}, lr, **rest)
 
 
-def plain(every: int, lr: float = 3e-3, mu: float = 0.0, **rest: Any) -> Job:
-    """LocalSGD; with an outer momentum it has another name."""
-    name = "LocalSGD, Nesterov" if mu else "LocalSGD"
-    return job(name, every, {"wire": "off", "outer_lr": 1.0, "momentum": mu, "nesterov": mu > 0}, lr, **rest)
-
-
-def two_bits(every: int, mu: float = 0.5) -> Row:
-    """All values in two bits, in two hops, the rest kept."""
-    wire = {"collective": "two_hop", "codec": {"codec": "quantize", "bits": 2, "scale": "mse"}, "exact_dims": 0,
-            "memory": {"memory": "error_feedback", "decay": 0.95}}  # fmt: skip
-    return {"wire": {"gradient": wire}, "keep": 1.0, "outer_lr": 1.0, "momentum": mu, "nesterov": mu > 0}
+def plain(every: int, lr: float, **rest: Any) -> Job:
+    """LocalSGD."""
+    return job("LocalSGD", every, {"wire": "off", "outer_lr": 1.0, "momentum": 0.0, "nesterov": False}, lr, **rest)
 
 
 def exact(lr: float = 3e-3, **rest: Any) -> Job:
     return job("fp32 per step", 0, {}, lr, **rest)
-
-
-def first(best: Best) -> Stages:
-    """Seed 0: rates and ideas at 1,000 times, rates of the others, then other budgets; in order of importance."""
-    sparse, flow = "SparseLoCo", "Streaming DiLoCo"
-    dense_late = {"share": 0.07, "every": 9, "table": two_bits(9)}
-    yield [
-        exact(), exact(2e-3), exact(4.5e-3),
-        mine(), mine(lr=4.5e-3), mine_loco(10),
-        mine(3, k=19, decay=0.98), mine(hops=True, k=128), mine(18, late={"share": 0.1, "every": 2}),
-        other(sparse, 10, 3e-3, 2.0), other(sparse, 10, 4.5e-3, 2.0), other(sparse, 10, 4.5e-3, 1.4),
-        mine(20, late=dense_late), mine(moments="m", momentum=0.0), mine(keep=0.5),
-        other(flow, 30, 3e-3, 0.7), other(flow, 30, 2e-3, 0.7), plain(10, mu=0.5),
-        other(sparse, 10, 3e-3, 1.4), other(sparse, 10, 2e-3, 2.8), other(sparse, 10, 6e-3, 1.4),
-        other(flow, 30, 2e-3, 1.0), other(flow, 30, 1.5e-3, 0.7), mine(momentum=0.7),
-        mine(30), mine(30, momentum=0.7), other(sparse, 30, 3e-3, 2.0), other(sparse, 30, 3e-3, 3.0),
-        mine(3, decay=0.98), other(sparse, 3, 3e-3, 2.0), other(sparse, 3, 3e-3, 1.4),
-        mine(1, decay=0.99, momentum=0.3), other(sparse, 1, 3e-3, 1.0), other(sparse, 1, 3e-3, 1.4),
-        job(OURS + ", two bits", 60, two_bits(60)),
-        plain(1), plain(1, moments="m"), plain(10, 4.5e-3), job("4 bits per step", 0, {}),
-        other("DiLoCo", 30, 3e-3, 0.7),
-    ]  # fmt: skip
 
 
 def mine_loco(every: int, lr: float = 3e-3, outer: float = 2.0, changed: Row | None = None, **rest: Any) -> Job:
@@ -139,7 +107,74 @@ def elsewhere(one: Job) -> list[Job]:
     return [*tried, replace(one, table={**one.table, "delay": 1})]
 
 
-GRIDS: dict[str, Callable[[Best], Stages]] = {"first": first, "core": core}
+def pairs(theirs: list[Job], own: list[Job]) -> list[Job]:
+    """In turn, so that a run which is cut short has as many trials of both."""
+    return [one for pair in itertools.zip_longest(theirs, own) for one in pair if one is not None]
+
+
+def kept(one: Job, keep: float, lr: float = 0.0) -> Job:
+    """With this share of what was not sent kept, and another inner rate."""
+    return replace(one, lr=lr or one.lr, table={**one.table, "keep": keep})
+
+
+def size(best: Best) -> Stages:
+    """The frontier on 3.3 million parameters: as many trials of SparseLoCo as of ours on seed 0; every method at every
+    H; three seeds of what is on the frontier; two sites and eight, texts apart, and what changes one thing of ours."""
+    exacts = [exact(lr) for lr in (2e-3, 3e-3, 4.5e-3)]
+    rates = [(2e-3, 2.0), (2e-3, 3.0), (3e-3, 2.0), (2e-3, 4.0), (1.5e-3, 4.0), (3e-3, 3.0), (4.5e-3, 2.0)]
+    theirs, own = {10: [loco(10, *one) for one in rates]}, {10: [mine_loco(10, *one, {"keep": 0.5}) for one in rates]}
+    own[10][-1] = mine_loco(10, 2e-3, 3.0)
+    yield exacts + pairs(theirs[10], own[10])
+    there, here = best(theirs[10]), best(own[10])
+    theirs[30] = [
+        at(there, 30, 1.0),
+        at(there, 30, 1.4),
+        at(faster(there, 0.7), 30, 1.4),
+        at(faster(there, 1.4), 30, 1.0),
+    ]
+    own[30] = [at(here, 30, 1.0), at(here, 30, 1.4), at(kept(here, 0.25), 30, 1.0), at(faster(here, 0.7), 30, 1.0)]
+    theirs[3] = [at(there, 3, 0.7), at(there, 3, 0.5), at(there, 3, 1.0), at(faster(there, 1.4), 3, 0.5)]
+    own[3] = [at(kept(here, 0.0), 3, 0.7), at(kept(here, 0.0), 3, 0.5), at(here, 3, 0.7), at(faster(here, 1.4), 3, 0.5)]
+    theirs[100] = [at(there, 100, 1.0), at(there, 100, 1.4)]
+    own[100] = [at(here, 100, 1.0), at(kept(here, 0.25), 100, 1.4)]
+    flow = [other("Streaming DiLoCo", 30, *one) for one in ((2e-3, 0.7), (3e-3, 0.7), (2e-3, 1.0), (1.5e-3, 0.7))]
+    diloco = [other("DiLoCo", 30, *one) for one in ((2e-3, 0.7), (3e-3, 0.7))]
+    yield [one for every in (30, 3, 100) for one in pairs(theirs[every], own[every])] + flow + diloco
+    lr = best(exacts).lr
+    yield [
+        *[replace(best(found), every=every) for found in (flow, diloco) for every in (10, 100)],
+        *[plain(every, rate) for every in (10, 30, 100) for rate in (lr, 1.5 * lr)],
+        *[job("large batch", every, {}, rate) for every in (10, 30, 100) for rate in (2 * lr,)],
+        job("4 bits per step", 0, {}, lr), at(there, 1, 0.5), at(kept(here, 0.0), 1, 0.5),
+    ]  # fmt: skip
+    found = [best(some[every]) for every in (10, 30, 3, 100) for some in (theirs, own)]
+    yield seeds([best(exacts), *found, best(flow)])
+    middle = best(theirs[30]), best(own[30]), best(flow), best(diloco)
+    yield [replace(one, sites=sites) for sites in (2, 8) for one in middle] + [
+        replace(one, apart=True) for one in (best(exacts), there, here, best(flow))
+    ]
+    changed: list[Row] = [{"keep": keep} for keep in (0.0, 0.25, 0.75, 1.0)] + [{"delay": 1}, {"delay": 5}]
+    changed += [{"decay": beta} for beta in (0.8, 0.9, 1.0)] + [{"tile": 32, "k": 16}, {"tile": 128, "k": 256}]
+    changed += [{"values": values} for values in ((), {"codec": "scaled_sign"}, {"codec": "quantize", "bits": 4})]
+    yield [mine_loco(10, here.lr, here.table["outer_lr"], {"keep": here.table["keep"], **change}) for change in changed]
+
+
+def faster(one: Job, times: float) -> Job:
+    """With another inner rate."""
+    return replace(one, lr=round(one.lr * times, 5))
+
+
+def large(best: Best) -> Stages:
+    """1,000 times on 25 million parameters: three trials of each on seed 0, then three seeds; Streaming DiLoCo."""
+    exacts = [exact(lr, **LARGE) for lr in (1e-3, 2e-3)]
+    rates = [(1e-3, 2.0), (1e-3, 3.0), (1.5e-3, 2.0)]
+    theirs = [loco(10, *one, **LARGE) for one in rates]
+    own = [mine_loco(10, *one, {"keep": 0.5}, **LARGE) for one in rates]
+    yield exacts + pairs(theirs, own) + [other("Streaming DiLoCo", 30, 1e-3, 0.7, **LARGE)]
+    yield seeds([best(exacts), best(theirs), best(own)])
+
+
+GRIDS: dict[str, Callable[[Best], Stages]] = {"size": size, "large": large, "core": core}
 
 
 def best_of(jobs: list[Job], path: Path) -> Job:
@@ -151,7 +186,7 @@ def best_of(jobs: list[Job], path: Path) -> Job:
 
 def main() -> None:
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--grid", choices=GRIDS, default="first")
+    own.add_argument("--grid", choices=GRIDS, default="size")
     given, rest = own.parse_known_args()
     options = parsed(rest)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -166,7 +201,9 @@ def main() -> None:
     def best(jobs: list[Job]) -> Job:
         return best_of([replace(one, **small) for one in jobs], runner.path)
 
+    most = options.together
     for jobs in GRIDS[given.grid](best):
+        options.together = min(most, -(-len(jobs) // options.parallel))  # as many for each process
         runner.run([replace(one, **small) for one in jobs], "jobs")
     if runner.failed:
         sys.exit(f"{runner.failed} fleets failed")

@@ -26,7 +26,8 @@ from thinwire.kernels.dispatch import choose, choose_for, load
 
 SHRINKS = {2: (0.8, 0.5, 0.4, 0.3), 3: (0.9, 0.75, 0.6, 0.45), 4: (1.0, 0.9, 0.8, 0.7)}  # c of the least-squares scale
 FINE = (1.0, 0.95, 0.9, 0.85)  # with more bits
-GRID = 1 << 14  # resolution at which candidates are compared
+GRIDS = 1 << 9, 1 << 12  # resolution at which candidates are compared, of up to COARSE bits and of more
+COARSE = 4
 NEAREST, STOCHASTIC, LEAST_SQUARES, FULL = range(4)
 
 
@@ -154,9 +155,14 @@ def double_scales(v: Tensor, negative: Tensor, steps: int) -> tuple[Tensor, Tens
 
 
 def best_shrink(blocks: Tensor, absmax: Tensor, negative: Tensor, bits: int) -> Tensor:
-    """The c of `shrink_candidates` of least squared error per block, compared on an integer grid."""
-    safe = torch.where(absmax > 0, absmax, torch.ones_like(absmax))
-    t = torch.round((blocks / safe[:, None]).float() * GRID).nan_to_num(0)
+    """The c of `shrink_candidates` of least squared error per block, compared on an integer grid.
+
+    On a card by float32, which is exact there: of up to COARSE bits no error passes 0.7 of the grid, and 128 such
+    squares are below 2²⁴; of more bits the least error of 128 values is. A value half-way between two codes errs by as
+    much with either, so it does not matter which way a product is rounded there.
+    """
+    lift, r = scales.reciprocal(torch.where(absmax > 0, absmax, torch.ones_like(absmax)))
+    t = torch.round(((blocks * lift[:, None]) * (r * grid_of(bits))[:, None]).float()).nan_to_num(0)
     t = torch.where(negative[:, None], -t, t)
     best = torch.full_like(absmax, 2**62, dtype=torch.int64)
     shrink = torch.ones_like(absmax)
@@ -168,6 +174,11 @@ def best_shrink(blocks: Tensor, absmax: Tensor, negative: Tensor, bits: int) -> 
     return shrink
 
 
+def grid_of(bits: int) -> int:
+    """As how many steps of the integer grid a block's largest magnitude counts."""
+    return GRIDS[bits > COARSE]
+
+
 def shrink_candidates(bits: int) -> list[tuple[int, float, float]]:
     """(integer step, its float32 reciprocal, c) of every candidate.
 
@@ -175,7 +186,7 @@ def shrink_candidates(bits: int) -> list[tuple[int, float, float]]:
     up to a quarter where few values are not zero. Where all magnitudes are nearly equal errors are small, and up to
     twice as large (tests/test_codecs.py).
     """
-    steps = [(round(GRID * c / qmax(bits)), c) for c in SHRINKS.get(bits, FINE)]
+    steps = [(round(grid_of(bits) * c / qmax(bits)), c) for c in SHRINKS.get(bits, FINE)]
     return [(step, float(torch.tensor(1.0) / step), c) for step, c in steps]
 
 

@@ -28,7 +28,7 @@ from thinwire.kernels.cpu.scalar import (
     scale_value,
     write,
 )  # fmt: skip
-from thinwire.kernels.quantize import FULL, GRID, LEAST_SQUARES, NEAREST, STOCHASTIC
+from thinwire.kernels.quantize import COARSE, FULL, GRIDS, LEAST_SQUARES, NEAREST, STOCHASTIC
 from thinwire.kernels.random import split
 from thinwire.kernels.scales import SIGN
 
@@ -85,8 +85,10 @@ def round_stochastic(x, scale, qmax, codes, position, k0, k1):
 @inline
 def best_shrink(x, extreme, steps, inverses, shrinks, qmax, grid):
     """layout.best_shrink of one block; extreme: max|x| with its own sign; grid: int32[block] scratch."""
+    lift, r = reciprocal(extreme)
+    r *= np.float32(GRIDS[0] if qmax < 1 << (COARSE - 1) else GRIDS[1])
     for i in range(x.size):
-        grid[i] = np.int32(np.rint(read(x, i) / extreme * np.float32(GRID)))
+        grid[i] = np.int32(np.rint(read(x, i) * lift * r))
     best, choice = np.int64(1) << 62, 0
     for j in range(steps.size):
         step, inverse, error = steps[j], inverses[j], np.int64(0)

@@ -11,9 +11,10 @@ import triton.language as tl
 from thinwire.kernels import quantize as layout
 from thinwire.kernels import scales
 from thinwire.kernels.gpu import tile as tiles
-from thinwire.kernels.gpu.launch import Call, line, signed, tiling
+from thinwire.kernels.gpu.launch import Call, signed, tiling
 from thinwire.kernels.gpu.scalar import (
     NONFINITE,
+    ROUNDER,
     ROUNDER_BITS,
     SIGN,
     as_float,
@@ -22,6 +23,7 @@ from thinwire.kernels.gpu.scalar import (
     block_scale,
     drawn_up,
     float_of,
+    multiply_add,
     reciprocal,
     rounded,
     scale_value,
@@ -30,22 +32,30 @@ from thinwire.kernels.gpu.scratch import true_flag
 from thinwire.kernels.random import split
 
 NEAREST, STOCHASTIC, LEAST_SQUARES, FULL_GRID = (tl.constexpr(mode) for mode in range(4))
-GRID, CANDIDATES = tl.constexpr(float(layout.GRID)), tl.constexpr(len(layout.FINE))
+CANDIDATES = tl.constexpr(len(layout.FINE))
+COARSE, FINE = (tl.constexpr(float(grid)) for grid in layout.GRIDS)
+COARSE_MOST = tl.constexpr(layout.qmax(layout.COARSE))
 
 
 @triton.jit
 def best_shrink(x, extreme, QMAX: tl.constexpr, TABLE: tl.constexpr):
     """layout.best_shrink; extreme: float32[ROWS], max|x| with its sign; TABLE: the candidates."""
-    lifted = rounded(tiles.quotient(x, extreme, True) * GRID)
-    t, grid = as_float(lifted), as_integer(lifted)
-    best = tl.full([x.shape[1]], 1 << 62, tl.int64)
+    GRID: tl.constexpr = COARSE if QMAX <= COARSE_MOST else FINE
+    lift, inverse = reciprocal(extreme)
+    t = as_float(rounded((x * tiles.row(lift)) * tiles.row(inverse * GRID)))
+    best = tl.full([x.shape[1]], float("inf"), tl.float64 if x.shape[0] * x.shape[2] > 128 else tl.float32)
     shrink = tl.full([x.shape[1]], 1.0, tl.float32)
     for j in tl.static_range(CANDIDATES):
-        q = tl.minimum(tl.maximum(t * TABLE[j][1], -QMAX * 1.0), QMAX + 1.0)
-        off = grid - as_integer(rounded(q)) * TABLE[j][0]
-        # eight squares below 2^28 fit 32 bits: only the sum across a part needs 64
-        squares = off * off if x.shape[0] <= 8 else (off * off).to(tl.int64)
-        error = tl.sum(tl.sum(squares, axis=0).to(tl.int64), axis=1)
+        q = multiply_add(t, TABLE[j][1], ROUNDER)
+        if GRID * TABLE[j][1] >= QMAX + 0.5:
+            q = tl.maximum(q, ROUNDER - QMAX)
+        if GRID * TABLE[j][1] >= QMAX + 1.5:
+            q = tl.minimum(q, ROUNDER + QMAX + 1)
+        off = multiply_add(as_float(q), TABLE[j][0] * -1.0, t)
+        squares = off * off
+        if x.shape[0] * x.shape[2] > 128:  # more than float32 can add up exactly
+            squares = squares.to(tl.float64)
+        error = tiles.row_sum(squares)
         shrink = tl.where(error < best, TABLE[j][2], shrink)
         best = tl.minimum(best, error)
     return shrink
@@ -178,8 +188,8 @@ def scale_limit(factor, fmax):
 
 def encode_tiling(block, itemsize, mode):
     """As measured on an H200: 32 values a thread, in segments of 32 so that four lanes or eight share a block."""
-    if mode == layout.LEAST_SQUARES:  # bound by arithmetic, and unrolled: fewer values a thread compile faster
-        return tiling(block, line(itemsize), tile=2048)
+    if mode == layout.LEAST_SQUARES:  # bound by arithmetic
+        return tiling(block, 32, tile=2048, warps=2)
     if mode == layout.STOCHASTIC and itemsize == 2:
         return tiling(block, 32, tile=2048, warps=2, registers=80)
     if mode == layout.STOCHASTIC:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from ddp_support import SPARSE, Net, backward, dense, gradients, wrap
+from ddp_support import SPARSE, Net, backward, batch, dense, gradients, wrap
 from rank_cases import check, check_equal, refused
 from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -52,6 +52,21 @@ def copies_of_an_attached_model_are_plain() -> None:
     sent = handle.sent
     backward(model, 1)
     check(handle.sent > sent, "the original is not compressed any more")
+
+
+def a_capture_is_refused_before_forward() -> None:
+    """In backward it would be too late: CUDA then complains about the capture, and hides what was refused."""
+    model = wrap()
+    handle = compress_ddp(model, SPARSE)
+    twin = copy.deepcopy(model)
+    there, capturing = "torch.cuda.is_available", "torch.cuda.is_current_stream_capturing"
+    with mock.patch(there, return_value=True), mock.patch(capturing, return_value=True):
+        with refused("in a CUDA graph"):
+            model(batch(0))
+        with model.no_sync():
+            model(batch(0))
+        twin(batch(0))
+    handle.close()
 
 
 def _held() -> tuple[int, int, int]:
@@ -152,6 +167,7 @@ def flipped_bit_in_a_message_drops_the_step_on_all() -> None:
 
 
 CASES = [
-    copies_of_an_attached_model_are_plain, closing_gives_back_threads_descriptors_and_groups,
+    copies_of_an_attached_model_are_plain, a_capture_is_refused_before_forward,
+    closing_gives_back_threads_descriptors_and_groups,
     flipped_bit_in_a_message_drops_the_step_on_all, thawed_parameter_is_refused, exact_wire_uses_the_plain_all_reduce,
 ]  # fmt: skip

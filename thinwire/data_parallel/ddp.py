@@ -18,7 +18,7 @@ from thinwire.collectives.groups import Group
 from thinwire.config.wire import Wire, WireLike
 from thinwire.data_parallel.gradient_pass import Means
 from thinwire.data_parallel.handle import Handle, LossScaler
-from thinwire.data_parallel.parameters import sparse_gradient
+from thinwire.data_parallel.parameters import refuse_capture, sparse_gradient
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.errors import UsageError
 from thinwire.torch_private.ddp import hook_state, leave_hooks_behind
@@ -163,6 +163,13 @@ def _hook(state: CompressedDDP, bucket: dist.GradBucket) -> torch.futures.Future
     return state.reduce_bucket(bucket)
 
 
+def _before_forward(model: DistributedDataParallel, _: object) -> None:
+    """Before anything is captured, since an error in backward would be hidden by CUDA's own about the capture."""
+    still_ours = isinstance(hook_state(model)[1], CompressedDDP)  # copies keep this hook and not the other one
+    if still_ours and torch.is_grad_enabled() and model.require_backward_grad_sync:
+        refuse_capture()
+
+
 def compress_ddp(
     model: DistributedDataParallel, wire: WireLike = "auto", *, seed: int = 0, nonfinite: str = "nan",
     scaler: LossScaler | None = None, group: Group = None,
@@ -202,5 +209,6 @@ def compress_ddp(
     reducer = Reducer(named, wire, among, seed=seed, nonfinite=nonfinite, scale=scale)
     handle = CompressedDDP(model, reducer, wire.auto)
     model.register_comm_hook(handle, _hook)
+    model.register_forward_pre_hook(_before_forward)
     leave_hooks_behind(model)
     return handle

@@ -49,13 +49,18 @@ def sparse_gradient(name: str, gradient: Tensor) -> UsageError:
     return UsageError(f"{name} has a gradient of {gradient.layout}: only dense ones are averaged (sparse=False)")
 
 
-def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
-    """UsageError where one of these parameters trains now (nobody averages it), or a CUDA graph is being captured."""
+def refuse_capture() -> None:
+    """UsageError where a CUDA graph is being captured."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise UsageError(
             "gradients cannot be exchanged in a CUDA graph, since sizes and errors are read on the host: capture "
             "forward and backward without the exchange (no_sync), or nothing"
         )
+
+
+def check_frozen(frozen: Mapping[str, nn.Parameter]) -> None:
+    """UsageError where one of these parameters trains now (nobody averages it), or a CUDA graph is being captured."""
+    refuse_capture()
     for name, p in frozen.items():
         if p.requires_grad:
             raise UsageError(

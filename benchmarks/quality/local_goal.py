@@ -112,66 +112,62 @@ def pairs(theirs: list[Job], own: list[Job]) -> list[Job]:
     return [one for pair in itertools.zip_longest(theirs, own) for one in pair if one is not None]
 
 
-def kept(one: Job, keep: float, lr: float = 0.0) -> Job:
-    """With this share of what was not sent kept, and another inner rate."""
-    return replace(one, lr=lr or one.lr, table={**one.table, "keep": keep})
+def trials(every: int) -> tuple[list[Job], list[Job]]:
+    """Of SparseLoCo and of ours, on seed 0 and with as many of both; those of before the last ones, whose best lay at
+    the edge of what had been tried, came first."""
+    rates = [(2e-3, 2.0), (2e-3, 3.0), (3e-3, 2.0), (2e-3, 4.0), (1.5e-3, 4.0), (3e-3, 3.0), (4.5e-3, 2.0)]
+    wider = [(2e-3, 5.6), (1.4e-3, 5.6), (2e-3, 8.0), (1.4e-3, 8.0), (1e-3, 8.0)]
+    if every == 10:
+        own = [mine_loco(10, *one, {"keep": 0.5}) for one in rates[:-1] + wider]
+        own += [mine_loco(10, 2e-3, 3.0), mine_loco(10, 2e-3, 3.0, {"keep": 0.5, "decay": 0.98})]
+        own += [mine_loco(10, 2e-3, 5.6, {"keep": keep}) for keep in (0.25, 0.75)]
+        more = [(3e-3, 4.0), (3e-3, 5.6), (1e-3, 5.6)]
+        return [loco(10, *one) for one in rates + wider + more], own
+    if every == 3:
+        more = [(2e-3, 2.8), (2e-3, 2.0), (2e-3, 4.0), (2.8e-3, 2.0), (2e-3, 5.6), (1.4e-3, 4.0), (1.4e-3, 5.6)]
+        kept = {(2e-3, 2.8): (0.0, 0.5), (2.8e-3, 2.0): (0.5,), (1.4e-3, 5.6): ()}
+        pairs_of = [(one, keep) for one in more for keep in kept.get(one, (0.0,))]
+        return [loco(3, *one) for one in more], [mine_loco(3, *one, {"keep": keep}) for one, keep in pairs_of]
+    more = [(2e-3, 4.0), (2e-3, 5.6)]
+    if every == 100:
+        return [loco(100, *one) for one in more], [mine_loco(100, *one, {"keep": 0.5}) for one in more[:1]] + [
+            mine_loco(100, 2e-3, 5.6, {"keep": 0.25})
+        ]
+    own = [mine_loco(30, *one, {"keep": 0.5}) for one in [*more, (1.4e-3, 4.0), (2e-3, 8.0), (1.4e-3, 8.0)]]
+    more += [(1.4e-3, 5.6), (2.8e-3, 4.0), (2e-3, 8.0), (1.4e-3, 8.0)]
+    return [loco(30, *one) for one in more], [*own, mine_loco(30, 2e-3, 4.0, {"keep": 0.25})]
 
 
 def size(best: Best) -> Stages:
     """The frontier on 3.3 million parameters: as many trials of SparseLoCo as of ours on seed 0; every method at every
     H; three seeds of what is on the frontier; two sites and eight, texts apart, and what changes one thing of ours."""
-    exacts = [exact(lr) for lr in (2e-3, 3e-3, 4.5e-3)]
-    rates = [(2e-3, 2.0), (2e-3, 3.0), (3e-3, 2.0), (2e-3, 4.0), (1.5e-3, 4.0), (3e-3, 3.0), (4.5e-3, 2.0)]
-    theirs, own = {10: [loco(10, *one) for one in rates]}, {10: [mine_loco(10, *one, {"keep": 0.5}) for one in rates]}
-    own[10][-1] = mine_loco(10, 2e-3, 3.0)
-    yield exacts + pairs(theirs[10], own[10])
-    there, here = best(theirs[10]), best(own[10])
-    theirs[30] = [
-        at(there, 30, 1.0),
-        at(there, 30, 1.4),
-        at(faster(there, 0.7), 30, 1.4),
-        at(faster(there, 1.4), 30, 1.0),
-    ]
-    own[30] = [at(here, 30, 1.0), at(here, 30, 1.4), at(kept(here, 0.25), 30, 1.0), at(faster(here, 0.7), 30, 1.0)]
-    theirs[3] = [at(there, 3, 0.7), at(there, 3, 0.5), at(there, 3, 1.0), at(faster(there, 1.4), 3, 0.5)]
-    own[3] = [at(kept(here, 0.0), 3, 0.7), at(kept(here, 0.0), 3, 0.5), at(here, 3, 0.7), at(faster(here, 1.4), 3, 0.5)]
-    theirs[100] = [at(there, 100, 1.0), at(there, 100, 1.4)]
-    own[100] = [at(here, 100, 1.0), at(kept(here, 0.25), 100, 1.4)]
+    exacts = [exact(lr) for lr in (2e-3, 3e-3, 4.5e-3, 1.4e-3, 1e-3)]
+    tried = {every: trials(every) for every in (10, 30, 3, 100)}
+    yield exacts + [one for some in tried.values() for one in pairs(*some)]
+    found = [best(one) for some in tried.values() for one in some]
     flow = [other("Streaming DiLoCo", 30, *one) for one in ((2e-3, 0.7), (3e-3, 0.7), (2e-3, 1.0), (1.5e-3, 0.7))]
+    yield flow
+    yield seeds([best(exacts), *found[:-2], best(flow)])
     diloco = [other("DiLoCo", 30, *one) for one in ((2e-3, 0.7), (3e-3, 0.7))]
-    yield [one for every in (30, 3, 100) for one in pairs(theirs[every], own[every])] + flow + diloco
-    lr = best(exacts).lr
-    yield [
-        *[replace(best(found), every=every) for found in (flow, diloco) for every in (10, 100)],
-        *[plain(every, rate) for every in (10, 30, 100) for rate in (lr, 1.5 * lr)],
-        *[job("large batch", every, {}, rate) for every in (10, 30, 100) for rate in (2 * lr,)],
-        job("4 bits per step", 0, {}, lr), at(there, 1, 0.5), at(kept(here, 0.0), 1, 0.5),
+    yield diloco + [
+        *[replace(best(some), every=every) for some in (flow, diloco) for every in (10, 100)],
+        *[plain(every, rate) for every in (10, 30, 100) for rate in (2e-3, 3e-3)],
+        *[job("large batch", every, {}, 4e-3) for every in (10, 30, 100)],
+        job("4 bits per step", 0, {}, 2e-3), loco(1, 2e-3, 2.0), mine_loco(1, 2e-3, 2.0),
     ]  # fmt: skip
-    found = [best(some[every]) for every in (10, 30, 3, 100) for some in (theirs, own)]
-    yield seeds([best(exacts), *found, best(flow)])
-    middle = best(theirs[30]), best(own[30]), best(flow), best(diloco)
-    yield [replace(one, sites=sites) for sites in (2, 8) for one in middle] + [
-        replace(one, apart=True) for one in (best(exacts), there, here, best(flow))
+    tuned = [loco(30, 2e-3, 5.6), mine_loco(30, 2e-3, 5.6, {"keep": 0.5}), best(flow), best(diloco)]
+    yield [replace(one, sites=sites) for sites in (2, 8) for one in tuned]
+    yield [replace(one, apart=True) for one in (exact(2e-3), loco(10, 2e-3, 4.0), best(flow))] + [
+        mine_loco(10, 2e-3, 4.0, {"keep": 0.5}, apart=True)
     ]
-    changed: list[Row] = [{"keep": keep} for keep in (0.0, 0.25, 0.75, 1.0)] + [{"delay": 1}, {"delay": 5}]
-    changed += [{"decay": beta} for beta in (0.8, 0.9, 1.0)] + [{"tile": 32, "k": 16}, {"tile": 128, "k": 256}]
-    changed += [{"values": values} for values in ((), {"codec": "scaled_sign"}, {"codec": "quantize", "bits": 4})]
-    yield [mine_loco(10, here.lr, here.table["outer_lr"], {"keep": here.table["keep"], **change}) for change in changed]
-
-
-def faster(one: Job, times: float) -> Job:
-    """With another inner rate."""
-    return replace(one, lr=round(one.lr * times, 5))
 
 
 def large(best: Best) -> Stages:
-    """1,000 times on 25 million parameters: three trials of each on seed 0, then three seeds; Streaming DiLoCo."""
-    exacts = [exact(lr, **LARGE) for lr in (1e-3, 2e-3)]
-    rates = [(1e-3, 2.0), (1e-3, 3.0), (1.5e-3, 2.0)]
-    theirs = [loco(10, *one, **LARGE) for one in rates]
-    own = [mine_loco(10, *one, {"keep": 0.5}, **LARGE) for one in rates]
-    yield exacts + pairs(theirs, own) + [other("Streaming DiLoCo", 30, 1e-3, 0.7, **LARGE)]
-    yield seeds([best(exacts), best(theirs), best(own)])
+    """1,000 times on 25 million parameters with three seeds, at 0.7 times the rates that are best for 3.3 million."""
+    exacts = [exact(lr, **LARGE) for lr in (1e-3, 1.4e-3)]
+    theirs, own = (replace(best(some), lr=round(0.7 * best(some).lr, 5), **LARGE) for some in trials(10))
+    yield [theirs, own, *exacts]
+    yield seeds([theirs, own, best(exacts)])
 
 
 GRIDS: dict[str, Callable[[Best], Stages]] = {"size": size, "large": large, "core": core}

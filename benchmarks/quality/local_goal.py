@@ -149,7 +149,8 @@ def size(best: Best) -> Stages:
     yield flow
     yield seeds([best(exacts), *found[:-2], best(flow)])
     diloco = [other("DiLoCo", 30, *one) for one in ((2e-3, 0.7), (3e-3, 0.7))]
-    yield diloco + [
+    yield [
+        *diloco,
         *[replace(best(some), every=every) for some in (flow, diloco) for every in (10, 100)],
         *[plain(every, rate) for every in (10, 30, 100) for rate in (2e-3, 3e-3)],
         *[job("large batch", every, {}, 4e-3) for every in (10, 30, 100)],
@@ -157,9 +158,8 @@ def size(best: Best) -> Stages:
     ]  # fmt: skip
     tuned = [loco(30, 2e-3, 5.6), mine_loco(30, 2e-3, 5.6, {"keep": 0.5}), best(flow), best(diloco)]
     yield [replace(one, sites=sites) for sites in (2, 8) for one in tuned]
-    yield [replace(one, apart=True) for one in (exact(2e-3), loco(10, 2e-3, 4.0), best(flow))] + [
-        mine_loco(10, 2e-3, 4.0, {"keep": 0.5}, apart=True)
-    ]
+    apart = [exact(2e-3), loco(10, 2e-3, 4.0), mine_loco(10, 2e-3, 4.0, {"keep": 0.5}), best(flow)]
+    yield [replace(one, apart=True) for one in apart]
 
 
 def large(best: Best) -> Stages:

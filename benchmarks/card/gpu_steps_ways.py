@@ -44,13 +44,15 @@ WAYS = (
     "fsdp max", "safe", "oktopk 1 % coded", "paper-oktopk", "off", "auto, no limit", "auto, 10 Gbit/s", "fsdp bf16",
     "fsdp low rank 4, one unit", "fsdp off", "fsdp safe", "low rank 4", "fsdp oktopk 1 % coded", "fsdp paper-oktopk",
     "max, as before", "bf16, as before", "max, one at a time", "bf16, one at a time",
-    "max, four in flight",
+    "max, four in flight", "oktopk 1 % coded, one unit",
 )  # fmt: skip
+CODED = OkTopk(0.01, values="int8", indices="coded")
 WIRES: dict[str, Any] = {  # ways that are no presets
     "low rank 4": tw.Wire(gradient=tw.Reduction(LowRank(4), ErrorFeedback())),
     "low rank 4, one unit": tw.Wire(gradient=tw.Reduction(LowRank(4), ErrorFeedback(), unit_mb=1e6)),
     "bf16, with a residual": tw.Wire(gradient=tw.Reduction(TwoHop(Cast("bf16")), ErrorFeedback())),
-    "oktopk 1 % coded": tw.Wire(gradient=tw.Reduction(OkTopk(0.01, values="int8", indices="coded"), ErrorFeedback())),
+    "oktopk 1 % coded": tw.Wire(gradient=tw.Reduction(CODED, ErrorFeedback())),
+    "oktopk 1 % coded, one unit": tw.Wire(gradient=tw.Reduction(CODED, ErrorFeedback(), unit_mb=1e6)),
 }
 
 

@@ -96,6 +96,14 @@ def core(best: Best) -> Stages:
     yield seeds([best(theirs[1]), best(own[1])])
 
 
+def ablations(best: Best) -> Stages:
+    """What is best of ours on one core at 1,000 times, with one thing changed at a time."""
+    changed: list[Row] = [{}, {"delay": 1}, {"delay": 5}, *({"keep": keep} for keep in (0.0, 0.25, 0.75, 1.0))]
+    changed += [{"decay": beta} for beta in (0.8, 0.9, 0.98, 1.0)] + [{"tile": 32, "k": 16}, {"tile": 128, "k": 256}]
+    changed += [{"values": values} for values in ((), {"codec": "scaled_sign"}, {"codec": "quantize", "bits": 4})]
+    yield [mine_loco(10, 9e-3, 3.0, {"keep": 0.5, **change}, **CORE) for change in changed]
+
+
 def at(one: Job, every: int, share: float) -> Job:
     """With another H, and this share of its outer rate."""
     return replace(one, every=every, table={**one.table, "outer_lr": round(one.table["outer_lr"] * share, 2)})
@@ -170,7 +178,7 @@ def large(best: Best) -> Stages:
     yield seeds([theirs, own, best(exacts)])
 
 
-GRIDS: dict[str, Callable[[Best], Stages]] = {"size": size, "large": large, "core": core}
+GRIDS: dict[str, Callable[[Best], Stages]] = {"size": size, "large": large, "core": core, "ablations": ablations}
 
 
 def best_of(jobs: list[Job], path: Path) -> Job:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.codecs import Cast, Codec, Identity, Quantize, Rotated
 from thinwire.codecs.transform import OCTAVE
-from thinwire.kernels.quantize import choose_scales, qmax, round_codes, shrink_candidates, spare_level
+from thinwire.kernels.quantize import FINE, SHRINKS, choose_scales, qmax, round_codes, spare_level
 from thinwire.kernels.scales import decode_scale, encode_scale
 
 TINY = torch.finfo(torch.float32).tiny
@@ -70,7 +70,7 @@ def least_squares(blocks: Tensor, bits: int, full: bool = False) -> Tensor:
     unit = blocks / absmax.clamp_min(TINY) * sign
     best = torch.full_like(absmax, LARGEST)
     shrink = torch.ones_like(absmax)
-    for _, _, part in shrink_candidates(bits):
+    for part in SHRINKS.get(bits, FINE):
         step = part / most
         error = (unit - (unit / step).round().clamp(-most, most + 1) * step).square().sum(1, keepdim=True)
         shrink = torch.where(error < best, part, shrink)

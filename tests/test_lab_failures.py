@@ -100,7 +100,7 @@ def test_a_dead_link_ends_a_run_whose_ranks_only_wait() -> None:
         network.link_down("host1")
         with pytest.raises(DeadLink, match="TCP on host0 had no answer"):
             job.wait(40)
-        with pytest.raises(RunFailed, match=r"^rank 0 on host0: a link to another host is dead: TCP had no answer [^\n]+$"):
+        with pytest.raises(RunFailed, match=r"^rank 0 on host0: a link to another host is dead: TCP [^\n]+$"):
             local._check_end(job, asked=False)  # thinwire train --local
 
 

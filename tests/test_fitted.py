@@ -26,6 +26,7 @@ PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.pipeline.pipeline"
 CASES: list[Case] = [
     *(functools.partial(cases.fitted_links_train, name) for name in SCHEDULES),
     cases.resumed_fitted_links_have_the_same_bits, cases.fitted_links_roll_back,
+    cases.states_of_another_revision_are_refused,
 ]  # fmt: skip
 
 

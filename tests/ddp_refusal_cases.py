@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from ddp_support import SPARSE, Net, backward, wrap
@@ -12,7 +14,8 @@ from torch.distributed.distributed_c10d import _world
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import thinwire as tw
-from thinwire.collectives import Dense, OkTopk, Quantized
+from thinwire.codecs import Transform
+from thinwire.collectives import Dense, OkTopk, Quantized, TwoHop
 from thinwire.data_parallel.reducer import Reducer
 from thinwire.errors import UsageError
 from thinwire.parallel import compress_ddp
@@ -40,6 +43,14 @@ def rank_configured_otherwise_is_named_with_the_field() -> None:
             check(False, f"{field}: not found")
         except UsageError as error:
             check("rank 1" in str(error) and field in str(error), f"{field}: {error}")
+
+
+def codec_of_another_revision_is_named_with_both() -> None:
+    with (
+        mock.patch.object(Transform, "revision", 2 - dist.get_rank() % 2),
+        refused("rank 1 differs from rank 0 in gradient.collective.codec: Transform, revision 1 against Transform,"),
+    ):
+        Reducer(Net().named_parameters(), TwoHop(Transform(2)))
 
 
 def second_call_is_refused_before_it_changes_anything() -> None:
@@ -108,7 +119,8 @@ def parameter_without_a_gradient_where_ranks_do_not_ask() -> None:
 
 CASES = [
     parameter_without_a_gradient_where_ranks_do_not_ask,
-    rank_configured_otherwise_is_named_with_the_field, second_call_is_refused_before_it_changes_anything,
+    rank_configured_otherwise_is_named_with_the_field, codec_of_another_revision_is_named_with_both,
+    second_call_is_refused_before_it_changes_anything,
     no_parameter_to_reduce_is_refused, complex_parameters_are_refused, parameters_of_8_bits_are_refused,
     sparse_gradients_are_refused,
     changed_shape_is_refused,

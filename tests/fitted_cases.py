@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from pipeline_support import LENGTH, Run, batch, fitting, gathered
 from rank_cases import check, check_equal, refused
 from torch import Tensor
 
-from thinwire.codecs import Transform
+from thinwire.codecs import Quantize, Transform
 from thinwire.config.wire import Link, Wire
 
 FITTED = Wire(forward=Link(Transform(6, every=3), tokens=0.1), backward=Link(Transform(6)))
@@ -86,6 +87,32 @@ def resumed_fitted_links_have_the_same_bits() -> None:
         whole.train(step, 8)
         again.train(step, 8)
         check_equal(f"step {step}", again.weights(), whole.weights())
+
+
+def states_of_another_revision_are_refused() -> None:
+    """Older ones say none, which is the first; what was sent by another codec says so, and goes on."""
+    run = Tokened("1F1B", 4, FITTED)
+    for step in range(4):
+        run.train(step, 8)
+    saved = run.pipe.state_dict()
+    older = {name: value for name, value in saved.items() if "/revision/" not in name}
+    for state, now, then in ((older, 2, 1), (saved, 3, 2)):
+        with (
+            mock.patch.object(Transform, "revision", now),
+            refused(f"the state is of Transform, revision {then}, and this thinwire has revision {now}"),
+        ):
+            run.pipe.load_state_dict(state)
+    run.pipe.load_state_dict(saved)
+    run.train(4, 8)
+    check(not run.pipe.skipped, "the step after the states that were refused was skipped")
+    link = Link(Quantize(4, block=16), tokens=0.1)
+    other = Tokened("1F1B", 4, Wire(forward=link, backward=Link(Quantize(8, block=16))))
+    other.pipe.load_state_dict(saved)
+    other.train(4, 8)
+    back = other.pipe.state_dict()
+    run.pipe.load_state_dict(back)
+    run.train(5, 8)
+    check(not other.pipe.skipped and not run.pipe.skipped, "a step with another codec was skipped")
 
 
 def fitted_links_roll_back() -> None:

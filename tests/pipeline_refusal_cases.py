@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from pipeline_support import DELTA, EIGHT, IDENTITY, LENGTH, WIDTH, Run, batch
 from rank_cases import check, refused
 
-from thinwire.codecs import Quantize
+from thinwire.codecs import Quantize, Transform
 from thinwire.config.wire import Link, Wire
 from thinwire.memory import Delta, Plain
 
@@ -55,6 +56,11 @@ def stages_that_differ() -> None:
     odd = Wire(backward=Link(Quantize(8), Plain(), lambda stage, microbatch: microbatch > rank))
     with refused("stage 0 and stage 1 differ in backward.when"):
         Run("1F1B", 4, odd).step(x, y)
+    with (
+        mock.patch.object(Transform, "revision", 2 if rank else 1),  # the first stage's thinwire is older
+        refused("stage 0 and stage 1 differ in forward.codec: Transform, revision 1 against Transform, revision 2"),
+    ):
+        Run("1F1B", 4, Wire(forward=Link(Transform(4)), backward=EIGHT)).step(x, y)
     example = torch.zeros(2, LENGTH, WIDTH, requires_grad=True)
     static = {"input_args": example[:, rank:], "output_args": example}
     with refused("stage 0 sends (2, 8, 16) torch.float32, but stage 1 expects (2, 7, 16)"):

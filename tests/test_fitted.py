@@ -26,6 +26,7 @@ PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.pipeline.pipeline"
 CASES: list[Case] = [
     *(functools.partial(cases.fitted_links_train, name) for name in SCHEDULES),
     cases.resumed_fitted_links_have_the_same_bits, cases.fitted_links_roll_back,
+    cases.states_of_another_revision_are_refused,
 ]  # fmt: skip
 
 
@@ -113,6 +114,22 @@ def test_a_dropped_step_and_a_checkpoint_leave_no_trace(codec):
     assert [again.step() for _ in range(4)] == [ours.step() for _ in range(4)]
     sender, receiver = (lane.coded[0].means.table for lane in ours.ends)
     assert torch.equal(sender, receiver) and sender.any()
+
+
+@pytest.mark.parametrize(
+    "codec", [Transform(2, every=3), Transform(3, every=3, early_bits=6, early_steps=20), Quantize(4)], ids=str
+)
+def test_a_checkpoint_of_another_codec_goes_on_without_its_book(codec):
+    """Until there is one of as many bits."""
+    before, after = Boundary(Link(Transform(3, every=3), tokens=0.1)), Boundary(Link(codec, tokens=0.1))
+    before.error(7)
+    after.steps = before.steps
+    for lane, old in zip(after.ends, before.ends):
+        lane.load_state_dict(old.state_dict(True))
+    assert after.ends[0].coded[0].means.table.any() and getattr(after.ends[0].coded[0].codec, "book", None) is None
+    errors = [after.step() for _ in range(6)]
+    assert not after.ends[1].faults and max(errors) < 0.1
+    assert isinstance(codec, Quantize) or errors[-1] < 0.7 * errors[0]
 
 
 @pytest.mark.parametrize("every", [0, 100])

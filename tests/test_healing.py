@@ -281,6 +281,43 @@ def test_strangers_who_are_slow_or_many_are_hung_up_on(monkeypatch):
         member.shutdown()
 
 
+def test_who_can_start_no_thread_for_a_while_serves_again(monkeypatch):
+    """Nor are its places lost: there are two, and three callers could not be answered."""
+    monkeypatch.setattr(healing, "MOST", 2)
+    starts, start = [], threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if getattr(thread, "_target", None) == member._answer and len(starts) < 3:
+            starts.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    member = Healing("127.0.0.1", 1.0, lambda: 0)
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    try:
+        for number in (1, 2, 3):
+            with socket.create_connection(member.listener.getsockname()) as caller:
+                assert hung_up(caller) and len(starts) == number
+        assert served(member, Healing("127.0.0.1", 1.0, lambda: 1 << 20))
+    finally:
+        member.shutdown()
+
+
+def test_a_state_that_no_thread_can_pack_ends_too_early_and_not_the_member(ends, monkeypatch, caplog):
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == "thinwire packing":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    fetching = stream(ends, {"x": torch.zeros(4)})
+    fetching.thread.join(60)
+    assert fetching.failed and not fetching.done
+    assert "a newcomer cannot be sent the state: can't start new thread" in caplog.text
+
+
 def test_who_has_too_many_files_open_for_a_while_serves_again(ends):
     member, newcomer = ends
     callers = [socket.socket() for _ in range(3)]

@@ -14,8 +14,10 @@ import lab_programs
 import pytest
 from lab_support import footprint, gone_within, processes_with, require_network
 
+from thinwire.errors import RunFailed
 from thinwire.lab import DeadLink, LabError, LabTimeout, Network, RankFailed
 from thinwire.lab.remedy import explain
+from thinwire.train import local
 
 pytestmark = [pytest.mark.lab, pytest.mark.timeout(90)]
 require_network()
@@ -98,6 +100,8 @@ def test_a_dead_link_ends_a_run_whose_ranks_only_wait() -> None:
         network.link_down("host1")
         with pytest.raises(DeadLink, match="TCP on host0 had no answer"):
             job.wait(40)
+        with pytest.raises(RunFailed, match=r"^rank 0 on host0: a link to another host is dead: TCP [^\n]+$"):
+            local._check_end(job, asked=False)  # thinwire train --local
 
 
 def test_a_network_is_closed_once_left() -> None:

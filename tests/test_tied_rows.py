@@ -10,6 +10,7 @@ from rank_launch import launch, on_a_network, passed
 from tied_rows_cases import (
     coded_rows_follow_one_process,
     damaged_message_drops_the_step,
+    ends_with_unlike_codecs_are_refused,
     evaluation_borrows_rows,
     exact_rows_train_as_one_process,
     mirrors_that_differ_are_found_and_healed,
@@ -32,6 +33,7 @@ CASES = [
     functools.partial(resuming_is_bitwise, False),
     functools.partial(resuming_is_bitwise, True),
     evaluation_borrows_rows,
+    ends_with_unlike_codecs_are_refused,
 ]
 
 

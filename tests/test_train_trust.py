@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,7 +21,7 @@ from thinwire.cli import main
 from thinwire.distributed.checkpoint_files import METADATA, CheckpointReader, find_damage, write_checksums
 from thinwire.errors import RunFailed, UsageError
 from thinwire.kernels.cpu.compile import is_ours
-from thinwire.lab.errors import RankFailed
+from thinwire.lab.errors import DeadLink, LabError, RankFailed
 from thinwire.train import local, rank
 from thinwire.train.checkpoint import Checkpoints
 from thinwire.train.folder_lock import locked
@@ -168,6 +169,24 @@ def test_a_rank_that_lost_another_ends_the_run_in_one_line():
         local._check_end(ended({1: -9, 0: 1}, {0: said, 1: ["Killed"]}), asked=False)
     with pytest.raises(RunFailed, match=r"^rank 1 on host1 was killed by signal 9; go on with --resume$"):
         local._check_end(ended({1: -9, 0: -15}, {0: ["a step"], 1: []}), asked=False)
+
+
+@pytest.mark.parametrize("error", [DeadLink("host1"), LabError("the process that delays packets has ended")], ids=str)
+def test_what_goes_wrong_in_the_lab_ends_the_run_in_one_line(tmp_path, monkeypatch, capsys, error):
+    def goes_wrong(*_, **__):
+        raise error
+
+    placements = [SimpleNamespace(rank=rank, host=f"host{rank // 2}") for rank in range(4)]
+    job = SimpleNamespace(placements=placements, seconds=0.0, results=goes_wrong)
+    job.watch = (lambda _: True) if isinstance(error, DeadLink) else goes_wrong
+    monkeypatch.setattr(local, "check", lambda: [SimpleNamespace(ok=True)])
+    monkeypatch.setattr(local, "Network", lambda **_: nullcontext(SimpleNamespace(start=lambda *_, **__: job)))
+    config = tmp_path / "run.toml"
+    config.write_text(f"[run]\nout = {str(tmp_path / 'out')!r}\n[mesh]\npp = 2\ntp = 2\n")
+    assert main(["train", str(config), "--local", "4"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.endswith("; go on with --resume\n")
+    assert "ranks 2, 3 on host1: a link to another host is dead" in said or str(error) in said
 
 
 def test_a_rank_gives_a_status_where_it_failed(monkeypatch, capsys):

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -132,6 +133,8 @@ def test_names_of_other_sites_are_refused(host: list[str], status: int, run: Pat
 def test_requests_are_bounded(run: Path) -> None:
     with served(run) as server:
         place = ("127.0.0.1", server.server_port)
+        with mock.patch.object(Thread, "start", side_effect=RuntimeError), socket.create_connection(place, 10) as line:
+            assert line.recv(1) == b"" and server.free._value == CONNECTIONS  # no thread could be started
         for request in (b"GET / HTTP/1.0\r\n" + b"X: y\r\n" * REQUEST, b"GET /" + b"x" * 2 * REQUEST):
             with socket.create_connection(place, timeout=10) as line:
                 line.sendall(request[: REQUEST + 1])

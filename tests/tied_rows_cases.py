@@ -12,7 +12,7 @@ from rank_cases import check, check_equal, check_ranks_agree, refused
 from tied_cases import groups
 from torch import Tensor, nn
 
-from thinwire.codecs import Quantize
+from thinwire.codecs import Quantize, Transform
 from thinwire.data_parallel.tied_embedding import RowEmbedding
 from thinwire.data_parallel.tied_rows import TiedRows
 from thinwire.distributed.pair import Pair
@@ -261,3 +261,14 @@ def evaluation_borrows_rows() -> None:
     check_equal("state", pairs.rows.state_dict(), state)
     with refused("pair is the first stage's rank"):
         TiedRows(pairs.embedding if pairs.is_owner else pairs.weight, pairs.pair)
+
+
+def ends_with_unlike_codecs_are_refused() -> None:
+    last = dist.get_rank() % 2
+    for codec, words in (
+        (Quantize(4 + last), "rank 1 differs from rank 0 in codec.bits: 5 against 4"),
+        (None if last else CODED, "in codec: None against Quantize"),
+        (Transform(2), "in codec: Transform, revision 1 against Transform, revision 2"),
+    ):
+        with mock.patch.object(Transform, "revision", 2 - last), refused(words):
+            Pairs(codec=codec)

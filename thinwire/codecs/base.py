@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,12 @@ class Codec:
     message's random numbers, equal at both ends. h: a mirror, of x's shape. gate: choose per block whether to subtract
     it. out: where the new mirror goes (default: into h). into: where the message goes, uint8[nbytes] from an address
     that is a multiple of four.
+
+    revision: of what its messages mean. Raise it where the same bytes stand for other values than before, or other
+    bytes for the same: ends that differ in it are refused, and so is what was saved of such a link.
     """
+
+    revision: ClassVar[int] = 1
 
     @property
     def never_syncs(self) -> bool:

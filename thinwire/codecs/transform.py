@@ -24,6 +24,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -122,6 +123,7 @@ class Transform(Codec):
         harm there. 0: none.
     """
 
+    revision: ClassVar[int] = 2  # 1: what arrived was not divided by 1 − E
     bits: float
     every: int = 0
     early_bits: float = 0

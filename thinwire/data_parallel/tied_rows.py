@@ -28,6 +28,7 @@ from thinwire.codecs.base import Codec, raw_bytes
 from thinwire.codecs.exact import Identity
 from thinwire.collectives.groups import Group
 from thinwire.data_parallel.tied_embedding import RowEmbedding
+from thinwire.distributed.config_check import check_agreement, describe
 from thinwire.distributed.pair import Message, Pair
 from thinwire.errors import UsageError
 from thinwire.kernels.checksum import checksum
@@ -55,7 +56,7 @@ class TiedRows:
     seed: of stochastic rounding.
     tell: do ids travel? False: both ends give `announce` the same ids.
 
-    Both ends call the same methods in the same order. UsageError where the pair is not one.
+    Both ends call the same methods in the same order. UsageError where the pair is not one, or codecs differ.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class TiedRows:
         self.weight = end if isinstance(end, nn.Parameter) else None
         if (self.first is None) != (self.pair.rank == 1):
             raise UsageError(f"{WHAT}: the pair is the first stage's rank, then the last stage's")
+        check_agreement(WHAT, describe(codec, "codec"), self.pair.group)
         start = end.detach() if isinstance(end, nn.Parameter) else end.weight.detach()
         self.vocabulary, self.width = (end.vocabulary, end.width) if isinstance(end, RowEmbedding) else end.shape
         self.dtype = start.dtype

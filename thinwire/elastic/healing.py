@@ -131,9 +131,13 @@ class Healing:
             except OSError:  # closed; or the process has too many files open for now
                 time.sleep(FULL)
                 continue
-            if self.places.acquire(blocking=False):
+            if not self.places.acquire(blocking=False):
+                connection.close()
+                continue
+            try:
                 threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-            else:
+            except RuntimeError:  # this process has too many threads for now
+                self.places.release()
                 connection.close()
 
     def _answer(self, connection: socket.socket) -> None:

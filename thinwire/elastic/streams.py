@@ -25,6 +25,7 @@ log = logging.getLogger("thinwire")
 LONGEST = 600.0  # seconds for which a newcomer waits for the next step of the member that it has asked
 STALLED = 30.0  # seconds without a byte of a state after which its connection is made anew
 ENDING = 1.0  # seconds within which a connection that was shut down ends its thread
+CANNOT = "thinwire: a newcomer cannot be sent the state: %s"
 WHILE_PACKING = 0.01  # seconds between two looks whether the next part is packed
 
 
@@ -36,14 +37,18 @@ class Stream:
         self.copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
         self.pieces = pack({"step": step, "parts": len(self.copies)})
         self.packed = threading.Event()
-        threading.Thread(target=self._pack, name="thinwire packing", daemon=True).start()
+        try:
+            threading.Thread(target=self._pack, name="thinwire packing", daemon=True).start()
+        except RuntimeError as error:  # this process has too many threads: as where packing fails
+            log.warning(CANNOT, error)
+            self.packed.set()
 
     def _pack(self) -> None:
         try:
             for name in list(self.copies):
                 self.pieces += pack({name: self.copies.pop(name)})
         except (UsageError, MemoryError) as error:  # the stream ends too early, and the newcomer asks another member
-            log.warning("thinwire: a newcomer cannot be sent the state: %s", error)
+            log.warning(CANNOT, error)
         finally:
             self.packed.set()
 

@@ -186,8 +186,12 @@ class FittedChannel(Channel):
         own = {name.removeprefix("fitted/"): value for name, value in state.items() if name.startswith("fitted/")}
         self.steps = int(own.get("steps", 0))
         self.codec, self._book, self.seen = at(self.plain, self.steps), None, None
-        if "book" in own:
+        if "book" in own and isinstance(self.plain, Transform) and self.plain.every:
             self._take(own["book"].clone())
+            fitted = self.codec
+            assert isinstance(fitted, Transform)
+            if fitted.book and int(fitted.book.bits[0].sum()) != fitted.row_bits(fitted.book.bits.shape[1]):
+                self.codec, self._book = at(self.plain, self.steps), None  # it is of another number of bits
         if "seen/count" in own:
             self.seen = Moments.read({name.removeprefix("seen/"): value for name, value in own.items()})
         if self.means is not None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from thinwire.collectives.groups import world
 from thinwire.config.wire import Link
-from thinwire.distributed.config_check import describe
+from thinwire.distributed.config_check import describe, opposed
 from thinwire.distributed.values import gather_json
 from thinwire.errors import UsageError
 from thinwire.memory import Memory
@@ -190,6 +190,7 @@ def _compare(index: int, one: StageInfo, other: StageInfo) -> None:
     for name in [*one.config, *(n for n in other.config if n not in one.config)]:
         a, b = one.config.get(name, "nothing"), other.config.get(name, "nothing")
         if a != b:
+            a, b = opposed(a, b)
             raise UsageError(f"stage {index} and stage {index + 1} differ in {name}: {a} against {b}")
     if one.stages != other.stages:
         raise UsageError(f"stage {index} counts {one.stages} stages, stage {index + 1} counts {other.stages}")

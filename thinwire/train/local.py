@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.errors import RunFailed, UsageError
-from thinwire.lab import Job, Network, RankFailed, check
+from thinwire.lab import DeadLink, Job, LabError, Network, RankFailed, check
 from thinwire.lab.errors import describe as describe_status
 from thinwire.lab.topology import Topology, flat, in_sites, make_link
 from thinwire.quantities import parse_rate
@@ -42,10 +42,15 @@ def train_local(
     """
     if not check()[0].ok:
         raise UsageError("this machine forbids network namespaces (thinwire doctor says more): use torchrun instead")
-    if network is not None:
-        return _watched(network, config, resume, timeout, label, parse_rate(rate), stop)
-    with Network(topology=topology(config.mesh, rate, latency, loss), preload=PRELOAD) as net:
-        return _watched(net, config, resume, timeout, label, parse_rate(rate), stop)
+    try:
+        if network is not None:
+            return _watched(network, config, resume, timeout, label, parse_rate(rate), stop)
+        with Network(topology=topology(config.mesh, rate, latency, loss), preload=PRELOAD) as net:
+            return _watched(net, config, resume, timeout, label, parse_rate(rate), stop)
+    except RankFailed:
+        raise
+    except LabError as error:  # the lab itself has failed
+        raise RunFailed(f"{error}; go on with --resume") from error
 
 
 def topology(mesh: MeshConfig, rate: str | None, latency: str | float, loss: str | float) -> Topology:
@@ -146,6 +151,14 @@ def _check_end(job: Job, asked: bool) -> None:
             said = f"rank {failed.rank} on {failed.host} {describe_status(failed.status)}"
             raise RunFailed(f"{said}; go on with --resume") from None
         raise
+    except DeadLink as dead:  # the ranks went on waiting, and were stopped
+        if asked:
+            raise KeyboardInterrupt from None
+        ranks = [str(place.rank) for place in job.placements if place.host == dead.host]
+        raise RunFailed(
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(ranks)} on {dead.host}: a link to another host is "
+            "dead: TCP had no answer and gave a connection up; go on with --resume"
+        ) from None
 
 
 def _check_time(job: Job, timeout: float | None) -> None:

@@ -79,7 +79,11 @@ class PageServer(ThreadingHTTPServer):
         if not self.free.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # this process has too many threads for now
+            self.free.release()
+            self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """The thread's work."""

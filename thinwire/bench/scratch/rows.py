@@ -101,6 +101,10 @@ ROWS = {
             Row(f"tokens + normal {f} back {b}", _transform(f), back=_transform(b), tokens=TOKENS)
             for f, b in ((4, 4), (3, 3), (3, 2), (2, 2))
         ),
+        *(
+            Row(f"tokens + rotated {f} mse back {b}", _rotated(f, "mse"), back=_transform(b), tokens=TOKENS)
+            for f, b in ((4, 3), (4, 2), (3, 3), (3, 2))
+        ),
         Row("rotated 3 mse back 4", _rotated(3, "mse"), back=_rotated(4)),
         Row("rotated 4 back 3 mse", _rotated(4), back=_rotated(3, "mse")),
         Row("learned d/2 at 3 bits mse", _rotated(3, "mse"), 0.5, 0.1),

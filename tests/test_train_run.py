@@ -55,6 +55,11 @@ def killed(job, rank, metrics, writes, after):
     return False
 
 
+def resumable(out) -> bool:
+    """Is there a checkpoint?"""
+    return any((out / "checkpoints").glob("step-????????"))
+
+
 def merged(ranks) -> list[dict[str, float]]:
     """Per run, all ranks' parameters together; replicas must agree to the bit."""
     out = []
@@ -181,15 +186,15 @@ def test_killed_ranks_change_nothing(four_hosts, tmp_path):
     expected = merged(four_hosts.run(several, [(smooth, False)], timeout=100, echo=False))[0]
     step = read_events(tmp_path / "smooth" / "metrics.jsonl")[-1]["seconds"] / 9
     struck = 0
-    for attempt in range(5 * kills):
+    for attempt in range(8 * kills):
         job = four_hosts.start(live, rough, attempt > 0, echo=False)
         metrics = tmp_path / "rough" / "metrics.jsonl"
-        struck += killed(job, rng.randrange(4), metrics, rng.randrange(1, 4), step * rng.random())
+        struck += killed(job, rng.randrange(4), metrics, rng.randrange(1, 4) + 3 * attempt, step * rng.random())
         if (tmp_path / "rough" / "checkpoints" / "step-00000009").exists():
             shutil.rmtree(tmp_path / "rough" / "checkpoints" / "step-00000009")  # go on from an earlier one
-        if struck == kills:
+        if struck >= kills and resumable(tmp_path / "rough"):
             break
-    assert struck == kills
+    assert struck >= kills and resumable(tmp_path / "rough"), "or nothing would be resumed"
     final = merged(four_hosts.run(several, [(rough, True)], timeout=100, echo=False))[0]
     assert final == expected
     assert losses(tmp_path / "rough") == losses(tmp_path / "smooth")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
 import thinwire  # noqa: F401 before torch multiplies: where a processor's AMX is broken, it must be told
+from thinwire.lab import Network
 
 if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
     # Triton takes its interpreter, or not, when it is imported, and torch's pipelining imports it.
@@ -39,6 +40,26 @@ def threads():
 def one_thread():
     """As ranks have: products of several threads add up in another order."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def kept():
+    """A network that tests share, as long as it is sound."""
+    networks: list[Network] = []
+    yield networks
+    for net in networks:
+        net.close()
+
+
+@pytest.fixture
+def four_hosts(kept):
+    """Four hosts for ranks of trainings, forked from one process that has imported what they need."""
+    if not kept:
+        kept.append(Network(hosts=4, preload=("train_warm",)).__enter__())
+    (net,) = kept
+    yield net
+    if net._job is not None and not net._job.done:  # of a test that failed
+        kept.pop().close()
 
 
 @pytest.fixture

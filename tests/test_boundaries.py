@@ -18,7 +18,7 @@ from thinwire.boundaries.stiefel import StiefelAdam, orthonormal, polar, retract
 from thinwire.errors import UsageError
 from thinwire.lab import Network
 
-PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.pipeline.pipeline", "rank_cases")
+PRELOAD = ("warm", "boundary_cases")
 
 
 def trains(names: Iterable[str]) -> list[Case]:

@@ -21,7 +21,7 @@ from thinwire import collectives as k
 from thinwire.lab import Network
 
 pytestmark = on_a_network
-PRELOAD = ("torch", "thinwire.memory.channel", "thinwire.collectives", "rank_cases")
+PRELOAD = ("warm", "collective_cases")
 
 
 @pytest.fixture(scope="module", params=[2, 3, 5], ids="{} ranks".format)

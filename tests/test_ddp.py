@@ -16,8 +16,7 @@ from thinwire.lab import Network
 
 pytestmark = [*on_a_network, pytest.mark.timeout(150)]
 PRELOAD = (
-    "torch", "torch.distributed.checkpoint", "thinwire.data_parallel.ddp", "thinwire.data_parallel.checkpoint",
-    "rank_cases",
+    "warm", "ddp_mean_cases", "ddp_training_cases", "ddp_refusal_cases", "ddp_lifetime_cases", "ddp_resume_cases",
 )  # fmt: skip
 CASES = [*ddp_mean_cases.CASES, *ddp_training_cases.CASES, *ddp_refusal_cases.CASES, *ddp_lifetime_cases.CASES]
 

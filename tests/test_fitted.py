@@ -22,7 +22,7 @@ from thinwire.lab import Network
 from thinwire.memory.token_means import TokenMeans
 from thinwire.pipeline.lane import Lane, Message
 
-PRELOAD = ("torch", "torch.distributed.pipelining", "thinwire.pipeline.pipeline", "rank_cases")
+PRELOAD = ("warm", "fitted_cases")
 CASES: list[Case] = [
     *(functools.partial(cases.fitted_links_train, name) for name in SCHEDULES),
     cases.resumed_fitted_links_have_the_same_bits, cases.fitted_links_roll_back,

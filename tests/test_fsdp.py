@@ -18,8 +18,8 @@ from thinwire.lab import Network
 
 pytestmark = [*on_a_network, pytest.mark.timeout(150)]
 PRELOAD = (
-    "torch", "torch.distributed.checkpoint", "thinwire.data_parallel.fsdp", "thinwire.data_parallel.checkpoint",
-    "thinwire.parallel.titan", "sklearn.datasets", "rank_cases",
+    "warm", "thinwire.data_parallel.fsdp", "thinwire.data_parallel.checkpoint", "thinwire.parallel.titan",
+    "sklearn.datasets",
 )  # fmt: skip
 CASES = [*fsdp_hsdp_cases.CASES, *fsdp_state_cases.CASES, *titan_cases.CASES]
 

@@ -22,8 +22,7 @@ from thinwire.local_steps.schedule import Schedule, split_fragments
 from thinwire.local_steps.trainers import _HuggingFace
 
 PRELOAD = (
-    "torch",
-    "torch.distributed.checkpoint",
+    "warm",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "local_cases",

@@ -81,7 +81,7 @@ def test_replicas_in_one_process_have_the_bits_of_real_ranks(one_thread, tmp_pat
 
 def compare(ranks: int, configs: list[TrainConfig]) -> None:
     """These runs through real ranks, and each in this process."""
-    with Network(hosts=ranks, preload=("torch", "thinwire.train.loop")) as net:
+    with Network(hosts=ranks, preload=("train_warm", "transformers.models.bert.modeling_bert")) as net:
         trained = launch(net, several, [(config, False) for config in configs], timeout=150)
     for number, config in enumerate(configs):
         here = OneProcess(config)

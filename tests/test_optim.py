@@ -14,7 +14,7 @@ from thinwire.lab import Network
 
 @pytest.fixture(scope="module", params=[2, 3], ids="{} ranks".format)
 def ranks(request):
-    with Network(hosts=request.param, preload=("torch", "torch._dynamo", "optim_cases")) as net:
+    with Network(hosts=request.param, preload=("warm", "optim_cases")) as net:
         return launch(net, run_cases, CASES, timeout=120)
 
 

@@ -30,7 +30,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def ranks():
-    with Network(hosts=3, preload=("torch", "torch.distributed.pipelining", "paper_cases")) as net:
+    with Network(hosts=3, preload=("warm", "paper_cases")) as net:
         return launch(net, run_cases, CASES, timeout=120)
 
 

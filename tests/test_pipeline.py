@@ -22,7 +22,8 @@ from thinwire.lab import Network
 
 pytestmark = [*on_a_network, pytest.mark.timeout(280)]
 PRELOAD = (
-    "torch", "torch.distributed.pipelining", "torch.utils.checkpoint", "thinwire.pipeline.pipeline", "rank_cases",
+    "warm", "torch.utils.checkpoint", "pipeline_bits_cases", "pipeline_fault_cases", "pipeline_lazy_cases",
+    "pipeline_memory_cases", "pipeline_refusal_cases",
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def test_latencies_of_a_step(tmp_path):
     """In the long run. The first steps shake hands and post nothing ahead; after the last it is saved."""
     wires = {"max": {"preset": "max"}, "off": {}, "rows": ROWS}
     often = {"eval_every": 0, "checkpoint_every": 0}
-    with Network(hosts=4, preload=["train_ranks"]) as net:
+    with Network(hosts=4, preload=["train_warm"]) as net:
         for name, wire in wires.items():
             config = settings(tmp_path / name, wire, mesh=SQUARE, run=often)
             records = list(net.run(rounds_of, config, timeout=60, echo=False))

@@ -22,7 +22,7 @@ needs_lab = [
     pytest.mark.timeout(150),
 ]
 PRELOAD = (
-    "torch", "torch.distributed.pipelining", "thinwire.data_parallel.ddp", "thinwire.pipeline.pipeline", "test_summary",
+    "warm", "thinwire.data_parallel.ddp", "thinwire.pipeline.pipeline", "test_summary",
 )  # fmt: skip
 WIDTH, STEPS, MICROBATCHES, ROWS = 16, 5, 2, 8
 

@@ -26,7 +26,7 @@ CASES = [
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids="D = {}".format)
 def ranks(request):
-    preload = ("torch", "thinwire.data_parallel.tied_embedding", "rank_cases")
+    preload = ("warm", "tied_cases")
     with Network(hosts=2 * request.param, preload=preload) as net:
         return launch(net, run_cases, CASES, timeout=100)
 

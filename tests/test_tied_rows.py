@@ -39,7 +39,7 @@ CASES = [
 
 @pytest.fixture(scope="module", params=[1, 2], ids="D = {}".format)
 def ranks(request):
-    preload = ("torch", "thinwire.data_parallel.tied_rows", "rank_cases")
+    preload = ("warm", "tied_rows_cases")
     with Network(hosts=2 * request.param, preload=preload) as net:
         return launch(net, run_cases, CASES, timeout=100)
 

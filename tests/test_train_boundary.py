@@ -27,7 +27,7 @@ from thinwire.train.metrics import read_events
 from thinwire.train.model.boundaries import FILE
 from thinwire.train.model.opening import Opening
 
-PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.loop")
+PRELOAD = ("train_warm",)
 LEARNS = BoundaryConfig(rank=8, anchors=2, rate=0.5)
 
 
@@ -93,7 +93,7 @@ def test_a_run_resumes_bitwise_and_its_model_keeps_its_boundaries(tmp_path):
 @on_a_network[0]
 @on_a_network[1]
 @pytest.mark.timeout(200)
-def test_a_run_over_fitted_links_resumes_bitwise_and_its_model_is_plain(tmp_path):
+def test_a_run_over_fitted_links_resumes_bitwise_and_its_model_is_plain(four_hosts, tmp_path):
     """dp 2 × pp 2, books and token means: from a checkpoint after the second book was asked for."""
     wire = {
         "forward": {"codec": "transform", "bits": 3, "every": 4, "tokens": 0.1},
@@ -101,10 +101,9 @@ def test_a_run_over_fitted_links_resumes_bitwise_and_its_model_is_plain(tmp_path
     }
     plain = BoundaryConfig()
     whole, again = (bounded(tmp_path / n, plain, wire=wire, mesh={"dp": 2, "pp": 2}) for n in ("whole", "again"))
-    with Network(hosts=4, preload=PRELOAD) as net:
-        first = net.run(several, [(whole, False)], timeout=80, echo=False)
-        shutil.copytree(*(tmp_path / run / "checkpoints/step-00000003" for run in ("whole", "again")))
-        resumed = net.run(several, [(again, True)], timeout=80, echo=False)
+    first = four_hosts.run(several, [(whole, False)], timeout=80, echo=False)
+    shutil.copytree(*(tmp_path / run / "checkpoints/step-00000003" for run in ("whole", "again")))
+    resumed = four_hosts.run(several, [(again, True)], timeout=80, echo=False)
     assert list(first) == list(resumed)
     assert exported_loss(whole, attached=False) == pytest.approx(last_held_out(tmp_path / "whole"), rel=1e-5)
 

@@ -245,7 +245,11 @@ def test_runs_on_two_stages(tmp_path, tokenizer) -> None:
     deberta = {"model": {"type": "deberta-v2"}, **short}
     shared = settings(tmp_path / "shared", data, tokenizer, **deberta)
     one = gradients(settings(tmp_path / "alone", data, tokenizer, **deberta, mesh={"pp": 1}))
-    preload = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.loop")
+    preload = (
+        "train_warm",
+        "transformers.models.bert.modeling_bert",
+        "transformers.models.deberta_v2.modeling_deberta_v2",
+    )
     with Network(hosts=2, preload=preload) as net:
         found = launch(net, trained_and_gradients, [(whole, False), (exact, False)], shared, timeout=100)
         shutil.copytree(tmp_path / "whole/checkpoints/step-00000045", tmp_path / "part/checkpoints/step-00000045")

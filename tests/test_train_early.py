@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_train_run import PRELOAD
 from train_ranks import MAX, settings
 
-from thinwire.lab import Network, check
+from thinwire.lab import check
 from thinwire.train.config.sections import TrainConfig
 from thinwire.train.loop import Trainer
 
@@ -63,7 +62,7 @@ def early_and_late(configs: list[tuple[TrainConfig, TrainConfig]]) -> list[Any]:
 @lab
 @pytest.mark.lab
 @pytest.mark.timeout(200)
-def test_gradients_leave_early_with_the_same_bits(tmp_path):
+def test_gradients_leave_early_with_the_same_bits(four_hosts, tmp_path):
     """Four ranks, two passes per step. The first rank's leave while it computes under every schedule; those of a rank
     with two stages under every schedule with two; those of the only stage of the second never."""
     pairs = []
@@ -76,8 +75,7 @@ def test_gradients_leave_early_with_the_same_bits(tmp_path):
                      run={"eval_every": 0, "checkpoint_every": 0})
             for which in ("early", "late")
         ))  # fmt: skip
-    with Network(hosts=4, preload=PRELOAD) as net:
-        ranks = net.run(early_and_late, pairs, timeout=150, echo=False)
+    ranks = four_hosts.run(early_and_late, pairs, timeout=150, echo=False)
     for at, name in enumerate(MESHES):
         for rank in range(4):
             (early, left), (late, none) = ranks[rank][at]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rank_launch import on_a_network
 from test_train_run import PRELOAD, SQUARE, held_out, losses, merged, steps
-from train_ranks import decided, settings, several, spoilt_rows, used_rows
+from train_ranks import alone, decided, settings, several, spoilt_rows, used_rows
 
 from thinwire.lab import Network
 from thinwire.train.metrics import read_events
@@ -46,9 +46,8 @@ def check_bytes(out, used):
 def test_by_rows_equals_one_process(tmp_path):
     """Exact rows on 1×2: the curve of one process; bytes as computed; coded ones near it; both resumed to the bit, and
     by a fused run; fused where that sends less, which is said; rows are what `auto` takes."""
-    with Network(hosts=1, preload=PRELOAD) as net:
-        net.run(several, [(run(tmp_path / "alone", {}), False)], timeout=100, echo=False)
     with Network(hosts=2, preload=PRELOAD) as net:
+        net.run(alone, [run(tmp_path / "alone", {})], timeout=100, echo=False)
         line = {name: run(tmp_path / name, wire, mesh=LINE) for name, wire in (("line", ROWS), ("coded", CODED))}
         whole = merged(net.run(several, [(config, False) for config in line.values()], timeout=100, echo=False))
         for name in line:
@@ -73,7 +72,7 @@ def test_by_rows_equals_one_process(tmp_path):
 
 
 @pytest.mark.timeout(280)
-def test_by_rows_over_replicas(tmp_path):
+def test_by_rows_over_replicas(four_hosts, tmp_path):
     """On 2×2, under three schedules, with accumulation, FrozenAdam and GPT-2: the curve of one process, or of fused;
     bytes as computed; the owner's weight is exported; a step that is skipped leaves both ends equal, and
     owners that differ are made equal."""
@@ -90,11 +89,10 @@ def test_by_rows_over_replicas(tmp_path):
         "frozen rows": run(tmp_path / "frozen rows", ROWS, mesh=SQUARE, **frozen),
         "gpt2": run(tmp_path / "gpt2", CODED, mesh=SQUARE, model={"type": "gpt2", **WIDE}),
     }
-    with Network(hosts=4, preload=PRELOAD) as net:
-        weights = dict(
-            zip(runs, merged(net.run(several, [(c, False) for c in runs.values()], timeout=200, echo=False)))
-        )
-        found = net.run(spoilt_rows, run(tmp_path / "spoilt", CODED, mesh=SQUARE), timeout=60, echo=False)
+    weights = dict(
+        zip(runs, merged(four_hosts.run(several, [(c, False) for c in runs.values()], timeout=200, echo=False)))
+    )
+    found = four_hosts.run(spoilt_rows, run(tmp_path / "spoilt", CODED, mesh=SQUARE), timeout=60, echo=False)
     for name in ("square", "accumulated", "interleaved", "V"):
         check_same_curve(tmp_path / name, tmp_path / "alone", 1e-5)
     check_same_curve(tmp_path / "frozen rows", tmp_path / "frozen", 1e-5)

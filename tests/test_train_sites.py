@@ -12,14 +12,14 @@ import pytest
 from train_ranks import MAX, Stopped, settings, several, several_and_stopped
 
 from thinwire.errors import UsageError
-from thinwire.lab import Network, check
+from thinwire.lab import check
 from thinwire.train.config.mesh import MeshConfig
 from thinwire.train.local import topology
 from thinwire.train.metrics import read_events
 
 LAB = pytest.mark.skipif(not check()[0].ok, reason="this machine forbids network namespaces (thinwire doctor)")
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks" / "network"
-PRELOAD = ("torch", "torch.distributed.checkpoint", "transformers", "thinwire.train.rank")
+PRELOAD = ("train_warm",)
 EXACT = {"preset": "diloco", "every": 3}
 OURS = {"preset": "local-max", "every": 3}  # sent after steps 3, 6, …, applied one step later
 FEW = {"samples": 24, "held_out": 0.1}
@@ -46,7 +46,7 @@ def copied(out, step, to) -> None:
 @LAB
 @pytest.mark.lab
 @pytest.mark.timeout(200)
-def test_sites(tmp_path, monkeypatch):
+def test_sites(four_hosts, tmp_path, monkeypatch):
     """In one launch: a pipeline inside a site trains as replicas do; resuming between sending and applying is bitwise,
     and so it is after kills; another number of sites goes on; a stop on one site stops all."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -54,23 +54,22 @@ def test_sites(tmp_path, monkeypatch):
     piped, twins = {"sites": 2, "pp": 2}, {"sites": 2, "dp": 2}
     short = {"steps": 7}
     ours = {"mesh": piped, "local": OURS, "data": FEW, "optim": short}
-    with Network(hosts=4, preload=PRELOAD) as net:
-        whole = [
-            (settings(tmp_path / "piped", mesh=piped, local=EXACT, optim=short), False),
-            (settings(tmp_path / "twins", mesh=twins, local=EXACT, optim=short), False),
-            (settings(tmp_path / "max", MAX, **ours), False),
-        ]
-        first = net.run(several, whole, timeout=90, echo=False)
-        copied(tmp_path / "max", 3, tmp_path / "again")
-        copied(tmp_path / "twins", 6, tmp_path / "four")
-        resumed = [
-            (settings(tmp_path / "again", MAX, **ours), True),
-            (settings(tmp_path / "four", mesh={"sites": 4}, local=EXACT, optim=short), True),
-        ]
-        stopped = settings(tmp_path / "stopped", mesh=piped, local=OURS, data=FEW, optim=short)
-        second = net.run(several_and_stopped, resumed, stopped, timeout=90, echo=False)
-        rough = settings(tmp_path / "rough", MAX, **ours)
-        assert len(kills.disturb(net, rough, 2, random.Random(int(os.environ.get("THINWIRE_SEED", 0))))) == 2
+    whole = [
+        (settings(tmp_path / "piped", mesh=piped, local=EXACT, optim=short), False),
+        (settings(tmp_path / "twins", mesh=twins, local=EXACT, optim=short), False),
+        (settings(tmp_path / "max", MAX, **ours), False),
+    ]
+    first = four_hosts.run(several, whole, timeout=90, echo=False)
+    copied(tmp_path / "max", 3, tmp_path / "again")
+    copied(tmp_path / "twins", 6, tmp_path / "four")
+    resumed = [
+        (settings(tmp_path / "again", MAX, **ours), True),
+        (settings(tmp_path / "four", mesh={"sites": 4}, local=EXACT, optim=short), True),
+    ]
+    stopped = settings(tmp_path / "stopped", mesh=piped, local=OURS, data=FEW, optim=short)
+    second = four_hosts.run(several_and_stopped, resumed, stopped, timeout=90, echo=False)
+    rough = settings(tmp_path / "rough", MAX, **ours)
+    assert len(kills.disturb(four_hosts, rough, 2, random.Random(int(os.environ.get("THINWIRE_SEED", 0))))) == 2
     assert kills.outcome(tmp_path / "rough") == kills.outcome(tmp_path / "max")
     _check_same_training(tmp_path, first)
     assert same([runs for runs, _ in second], 0) == same(first, 2)

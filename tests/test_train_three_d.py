@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_train_run import PRELOAD, held_out, killed, losses, merged
+from test_train_run import PRELOAD, held_out, killed, losses, merged, resumable
 from torch import nn
 from torch.distributed.tensor import Shard
-from train_ranks import MAX, compressed, live, settings, several
+from train_ranks import MAX, alone, compressed, live, settings, several
 
 from thinwire.collectives import LowRank
 from thinwire.config.stages import check_stages, chosen_stages
@@ -50,24 +50,22 @@ def weights(out):
 @lab
 @pytest.mark.lab
 @pytest.mark.timeout(280)
-def test_a_cube_equals_one_process(tmp_path):
+def test_a_cube_equals_one_process(four_hosts, tmp_path):
     """Exact wire: loss curve, held-out loss and exported weights of 2×2×2, tied, and untied of four stages; and a
     checkpoint of two slices goes on in one."""
-    alone = {"tied": {}, "untied": {"tied": False}, "wide": {"kv_heads": 4}}
+    single = {"tied": {}, "untied": {"tied": False}, "wide": {"kv_heads": 4}}
     four = {"schedule": "Interleaved1F1B", "virtual": 2}
     cubes = {
         "cube": ("tied", cube(tmp_path / "cube")),
         "interleaved": ("untied", cube(tmp_path / "interleaved", mesh=four, model={"tied": False})),
         "V": ("wide", cube(tmp_path / "V", mesh={"schedule": "ZBV", "dp": 1, "tp": 4}, model={"kv_heads": 4})),
     }  # fmt: skip
-    with Network(hosts=1, preload=PRELOAD) as net:
-        runs = [cube(tmp_path / n, model=m, mesh={"dp": 1, "pp": 1, "tp": 1}) for n, m in alone.items()]
-        net.run(several, [(config, False) for config in runs], timeout=100, echo=False)
-    with Network(hosts=4, preload=PRELOAD) as net:
-        ranks = net.run(several, [(c, False) for _, c in cubes.values()], per_host=2, timeout=250, echo=False)
-        merged(ranks)
-        shutil.copytree(tmp_path / "cube" / STEP_2, tmp_path / "flat" / STEP_2)
-        net.run(several, [(cube(tmp_path / "flat", mesh={"tp": 1}), True)], timeout=100, echo=False)
+    runs = [cube(tmp_path / n, model=m, mesh={"dp": 1, "pp": 1, "tp": 1}) for n, m in single.items()]
+    four_hosts.run(alone, runs, timeout=100, echo=False)
+    ranks = four_hosts.run(several, [(c, False) for _, c in cubes.values()], per_host=2, timeout=250, echo=False)
+    merged(ranks)
+    shutil.copytree(tmp_path / "cube" / STEP_2, tmp_path / "flat" / STEP_2)
+    four_hosts.run(several, [(cube(tmp_path / "flat", mesh={"tp": 1}), True)], timeout=100, echo=False)
     for (step, a), (also, b) in zip(losses(tmp_path / "flat"), losses(tmp_path / "cube")[2:], strict=True):
         assert step == also and abs(a - b) < 1e-5
     for name, (same, _) in cubes.items():
@@ -84,26 +82,25 @@ def test_a_cube_equals_one_process(tmp_path):
 @lab
 @pytest.mark.lab
 @pytest.mark.timeout(900 if os.environ.get("THINWIRE_KILLS") else 280)
-def test_stopping_and_killing_change_nothing_in_a_cube(tmp_path):
+def test_stopping_and_killing_change_nothing_in_a_cube(four_hosts, tmp_path):
     """Everything compressed: resumed, and killed with -9 at random moments, the weights of an undisturbed run."""
     kills, rng = int(os.environ.get("THINWIRE_KILLS", 1)), random.Random(1)
     wire = {**MAX, "gradient": {**MAX["gradient"], "exact_dims": 0}}  # norms, which all slices share, stay exact anyway
     few = {"samples": 18, "held_out": 0.1}  # two steps an epoch: what is resumed at step 2 is warm
     smooth, again, rough = (cube(tmp_path / name, wire, data=few) for name in ("smooth", "again", "rough"))
-    with Network(hosts=4, preload=PRELOAD) as net:
-        expected = merged(net.run(several, [(smooth, False)], per_host=2, timeout=100, echo=False))[0]
-        shutil.copytree(tmp_path / "smooth" / STEP_2, tmp_path / "again" / STEP_2)
-        assert merged(net.run(several, [(again, True)], per_host=2, timeout=100, echo=False))[0] == expected
-        struck = 0
-        for attempt in range(3 * kills):
-            job = net.start(live, rough, attempt > 0, per_host=2, echo=False)
-            metrics = tmp_path / "rough" / "metrics.jsonl"
-            struck += killed(job, rng.randrange(8), metrics, rng.randrange(1, 3), 0.1 * rng.random())
-            shutil.rmtree(tmp_path / "rough" / "checkpoints" / "step-00000004", ignore_errors=True)
-            if struck == kills:
-                break
-        assert struck == kills
-        final = merged(net.run(several, [(rough, True)], per_host=2, timeout=100, echo=False))[0]
+    expected = merged(four_hosts.run(several, [(smooth, False)], per_host=2, timeout=100, echo=False))[0]
+    shutil.copytree(tmp_path / "smooth" / STEP_2, tmp_path / "again" / STEP_2)
+    assert merged(four_hosts.run(several, [(again, True)], per_host=2, timeout=100, echo=False))[0] == expected
+    struck = 0
+    for attempt in range(8 * kills):
+        job = four_hosts.start(live, rough, attempt > 0, per_host=2, echo=False)
+        metrics = tmp_path / "rough" / "metrics.jsonl"
+        struck += killed(job, rng.randrange(8), metrics, rng.randrange(1, 4) + 3 * attempt, 0.1 * rng.random())
+        shutil.rmtree(tmp_path / "rough" / "checkpoints" / "step-00000004", ignore_errors=True)
+        if struck >= kills and resumable(tmp_path / "rough"):
+            break
+    assert struck >= kills and resumable(tmp_path / "rough"), "or nothing would be resumed"
+    final = merged(four_hosts.run(several, [(rough, True)], per_host=2, timeout=100, echo=False))[0]
     assert final == expected
     assert losses(tmp_path / "again") == losses(tmp_path / "smooth")[2:]
     assert losses(tmp_path / "rough") == losses(tmp_path / "smooth")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -71,6 +72,15 @@ def trained(config: TrainConfig, resume: bool) -> tuple[dict[str, float], Traine
 def several(configs: list[tuple[TrainConfig, bool]]) -> list[dict[str, float]]:
     """One after the other, in one launch."""
     return [digests(config, resume) for config, resume in configs]
+
+
+def alone(configs: list[TrainConfig]) -> dict[str, float]:
+    """A run of one process on each of the first ranks, beside each other."""
+    rank = int(os.environ["RANK"])
+    if rank >= len(configs):
+        return {}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return digests(configs[rank])
 
 
 def trained_and_gradients(

@@ -19,7 +19,7 @@ demo: setup
 # The tests that make networks mostly wait, the others mostly compute: side by side they take half of the time. The others
 # end sooner, and take some of the networks' after that.
 LAB := "lab and not huge"
-BESIDE := $(addprefix tests/test_,fsdp.py tied.py optim.py precompile.py faults.py train_rows.py)
+BESIDE := $(addprefix tests/test_,ddp.py fsdp.py tied.py optim.py precompile.py faults.py train_rows.py)
 test: setup
 	@mkdir -p out; \
 	( $(BIN)/python -m pytest -p no:cacheprovider -m "not lab and not huge"; computing=$$?; \

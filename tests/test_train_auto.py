@@ -214,7 +214,7 @@ def test_what_auto_does_not_allow_is_said(tmp_path, wire, said):
 @pytest.mark.lab
 @pytest.mark.timeout(200)
 def test_ranks_decide_alike_and_a_resumed_run_keeps_it(tmp_path):
-    """On links of 1 Mb/s, measured: all ranks the same decision, compressed; resumed without measuring, bit for bit."""
+    """On links of 2 Mb/s, measured: all ranks the same decision, compressed; resumed without measuring, bit for bit."""
     wires = {
         "auto": {"preset": "auto"},
         "critical": CRITICAL | {"gradient": {"collective": "quantized", "bits": 4, "stages": "slack"}},
@@ -226,7 +226,7 @@ def test_ranks_decide_alike_and_a_resumed_run_keeps_it(tmp_path):
             data={"held_out": 0.0}, optim={"steps": 4, "batch": 16}, run={"checkpoint_every": 2, "eval_every": 0},
         )  # fmt: skip
 
-    with Network(hosts=4, rate="1mbit", preload=PRELOAD) as net:
+    with Network(hosts=4, rate="2mbit", preload=PRELOAD) as net:
         first = [short(name) for name in wires]
         ranks = net.run(decided, [(run, False) for run in first], timeout=120, echo=False)
         again = []

@@ -90,3 +90,11 @@ def noise(n, high, seed):
 def shifted(x, offset):
     """A copy of x that begins `offset` elements into its storage: messages need not be aligned."""
     return torch.empty(x.numel() + offset, dtype=x.dtype, device=DEVICE)[offset:].copy_(x)
+
+
+def nearly_tied() -> torch.Tensor:
+    """2,048 values for which two candidates of the least-squares scale of 2 bits err by 17,971,496 and one less, in
+    units of the grid: too close for a sum in float32."""
+    counts = {512: 1, -417: 351, -156: 847, 127: 25, 0: 824}
+    values = torch.cat([torch.full((count,), value / 512) for value, count in counts.items()])
+    return values[torch.randperm(len(values), generator=torch.Generator().manual_seed(0))]

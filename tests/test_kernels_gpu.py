@@ -22,6 +22,7 @@ from kernels_gpu_support import (  # noqa: F401
     floats,
     interpreted,
     modes,
+    nearly_tied,
     noise,
     same,
     shifted,
@@ -39,6 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|ov
 @few(25)
 @given(floats, some(range(2, 9), [3, 8]), some([8, 96, 128, 1024], [96, 128]), modes, st.integers(0, 2**60))
 @example(torch.ones(4104), 3, 4104, {}, 0)  # a full tile of 1539 bytes: the padding byte is in the next one
+@example(nearly_tied(), 2, 2048, {"mse": True}, 0)
 def test_quantize(x, b, block, mode, seed):
     wires = both(lambda to, impl: quantize.quantize(to(x), b, block, seed=seed, impl=impl, **mode))
     assert same(*wires)

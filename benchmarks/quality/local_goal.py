@@ -120,35 +120,41 @@ def pairs(theirs: list[Job], own: list[Job]) -> list[Job]:
     return [one for pair in itertools.zip_longest(theirs, own) for one in pair if one is not None]
 
 
+TRIED: dict[int, tuple[list[tuple[float, float]], list[tuple[float, float, float, float]]]] = {
+    # H: (inner, outer rate) of SparseLoCo; (inner, outer rate, share kept, β) of ours
+    10: (
+        [(2e-3, 2.0), (2e-3, 3.0), (3e-3, 2.0), (2e-3, 4.0), (1.5e-3, 4.0), (3e-3, 3.0), (4.5e-3, 2.0), (2e-3, 5.6),
+         (1.4e-3, 5.6), (2e-3, 8.0), (1.4e-3, 8.0), (1e-3, 8.0), (3e-3, 4.0), (3e-3, 5.6), (1e-3, 5.6)],
+        [(2e-3, 2.0, 0.5, 0.95), (2e-3, 3.0, 0.5, 0.95), (3e-3, 2.0, 0.5, 0.95), (2e-3, 4.0, 0.5, 0.95),
+         (1.5e-3, 4.0, 0.5, 0.95), (3e-3, 3.0, 0.5, 0.95), (2e-3, 5.6, 0.5, 0.95), (1.4e-3, 5.6, 0.5, 0.95),
+         (2e-3, 8.0, 0.5, 0.95), (1.4e-3, 8.0, 0.5, 0.95), (1e-3, 8.0, 0.5, 0.95), (2e-3, 3.0, 0.0, 0.95),
+         (2e-3, 3.0, 0.5, 0.98), (2e-3, 5.6, 0.25, 0.95), (2e-3, 5.6, 0.75, 0.95)],
+    ),
+    30: (
+        [(2e-3, 4.0), (2e-3, 5.6), (1.4e-3, 5.6), (2.8e-3, 4.0), (2e-3, 8.0), (1.4e-3, 8.0)],
+        [(2e-3, 4.0, 0.5, 0.95), (2e-3, 5.6, 0.5, 0.95), (1.4e-3, 4.0, 0.5, 0.95), (2e-3, 8.0, 0.5, 0.95),
+         (1.4e-3, 8.0, 0.5, 0.95), (2e-3, 4.0, 0.25, 0.95)],
+    ),
+    3: (
+        [(2e-3, 2.8), (2e-3, 2.0), (2e-3, 4.0), (2.8e-3, 2.0), (2e-3, 5.6), (1.4e-3, 4.0), (1.4e-3, 5.6)],
+        [(2e-3, 2.8, 0.0, 0.95), (2e-3, 2.8, 0.5, 0.95), (2e-3, 2.0, 0.0, 0.95), (2e-3, 4.0, 0.0, 0.95),
+         (2.8e-3, 2.0, 0.5, 0.95), (2e-3, 5.6, 0.0, 0.95), (1.4e-3, 4.0, 0.0, 0.95)],
+    ),
+    100: ([(2e-3, 4.0), (2e-3, 5.6)], [(2e-3, 4.0, 0.5, 0.95), (2e-3, 5.6, 0.25, 0.95)]),
+}  # fmt: skip
+
+
 def trials(every: int) -> tuple[list[Job], list[Job]]:
-    """Of SparseLoCo and of ours, on seed 0 and with as many of both; those of before the last ones, whose best lay at
-    the edge of what had been tried, came first."""
-    rates = [(2e-3, 2.0), (2e-3, 3.0), (3e-3, 2.0), (2e-3, 4.0), (1.5e-3, 4.0), (3e-3, 3.0), (4.5e-3, 2.0)]
-    wider = [(2e-3, 5.6), (1.4e-3, 5.6), (2e-3, 8.0), (1.4e-3, 8.0), (1e-3, 8.0)]
-    if every == 10:
-        own = [mine_loco(10, *one, {"keep": 0.5}) for one in rates[:-1] + wider]
-        own += [mine_loco(10, 2e-3, 3.0), mine_loco(10, 2e-3, 3.0, {"keep": 0.5, "decay": 0.98})]
-        own += [mine_loco(10, 2e-3, 5.6, {"keep": keep}) for keep in (0.25, 0.75)]
-        more = [(3e-3, 4.0), (3e-3, 5.6), (1e-3, 5.6)]
-        return [loco(10, *one) for one in rates + wider + more], own
-    if every == 3:
-        more = [(2e-3, 2.8), (2e-3, 2.0), (2e-3, 4.0), (2.8e-3, 2.0), (2e-3, 5.6), (1.4e-3, 4.0), (1.4e-3, 5.6)]
-        kept = {(2e-3, 2.8): (0.0, 0.5), (2.8e-3, 2.0): (0.5,), (1.4e-3, 5.6): ()}
-        pairs_of = [(one, keep) for one in more for keep in kept.get(one, (0.0,))]
-        return [loco(3, *one) for one in more], [mine_loco(3, *one, {"keep": keep}) for one, keep in pairs_of]
-    more = [(2e-3, 4.0), (2e-3, 5.6)]
-    if every == 100:
-        return [loco(100, *one) for one in more], [mine_loco(100, *one, {"keep": 0.5}) for one in more[:1]] + [
-            mine_loco(100, 2e-3, 5.6, {"keep": 0.25})
-        ]
-    own = [mine_loco(30, *one, {"keep": 0.5}) for one in [*more, (1.4e-3, 4.0), (2e-3, 8.0), (1.4e-3, 8.0)]]
-    more += [(1.4e-3, 5.6), (2.8e-3, 4.0), (2e-3, 8.0), (1.4e-3, 8.0)]
-    return [loco(30, *one) for one in more], [*own, mine_loco(30, 2e-3, 4.0, {"keep": 0.25})]
+    """Of SparseLoCo and of ours, on seed 0, as many of both."""
+    theirs, own = TRIED[every]
+    return [loco(every, *one) for one in theirs], [
+        mine_loco(every, lr, outer, {"keep": keep, "decay": beta}) for lr, outer, keep, beta in own
+    ]
 
 
 def size(best: Best) -> Stages:
     """The frontier on 3.3 million parameters: as many trials of SparseLoCo as of ours on seed 0; every method at every
-    H; three seeds of what is on the frontier; two sites and eight, texts apart, and what changes one thing of ours."""
+    H; three seeds of what is on the frontier; two sites and eight, and texts apart."""
     exacts = [exact(lr) for lr in (2e-3, 3e-3, 4.5e-3, 1.4e-3, 1e-3)]
     tried = {every: trials(every) for every in (10, 30, 3, 100)}
     yield exacts + [one for some in tried.values() for one in pairs(*some)]

@@ -258,11 +258,17 @@ def test_what_cannot_be_is_said():
         ({"codec": "quantize", "bits": 4, "tokens": 2}, "must be a rate"),
         ({"codec": "quantize", "bits": 4, "tokens": 0.1, "memory": "delta"}, "leave out memory and when"),
         ({"codec": "transform", "bits": 2, "every": 9, "when": "critical"}, "leave out memory and when"),
+        ({"codec": "quantize", "bits": 4, "scale_gradient": True, "memory": "delta"}, "leave out memory and when"),
+        ({"codec": "quantize", "bits": 4, "scale_gradient": 1}, "true or false"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=said):
             Wire.of({"forward": table})
-    with pytest.raises(UsageError, match="gradients have no means"):
-        Wire.of({"backward": {"codec": "quantize", "bits": 4, "tokens": 0.1}})
+    for table, said in (
+        ({"codec": "quantize", "bits": 4, "tokens": 0.1}, "needs codec = 'transform'"),
+        ({"codec": "transform", "bits": 4, "scale_gradient": True}, "is for activations"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            Wire.of({"backward": table})
     boundary = Boundary(Link(Quantize(4), tokens=0.1))
     with pytest.raises(UsageError, match="token means need"):
         boundary.ends[0].send(Message(0, None, True), 0, torch.ones(2, 3, 64))

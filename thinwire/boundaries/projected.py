@@ -7,6 +7,10 @@
 The gradient on the way back is Aᵀg, of r values too. Both ends' gradients of A add up to the gradient of the boundary
 (synchronise.py). After MAPL (arXiv 2606.05484). What lies outside A is lost, the residual stream's part too: such a
 boundary is a part of the model, and a model without it computes something else.
+
+With `tables` the receiving stage adds a vector of the token, t[token], of a table of its own: an ordinary parameter of
+that stage, which the model's optimiser trains and nobody else needs. What of a hidden state is its token's then need not
+cross, and a basis that stays as it begins (rate 0) is enough: nothing at all is synchronised.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ class Projected:
     rate: of the basis, relative to the rate that `Boundaries.step` is given; 0: the basis stays as it begins.
     every: the basis learns in every so many-th step, from that step's gradient; in the others nothing is exchanged.
     seed: of the first basis, which is the same at all boundaries, so that the residual stream passes from the start.
+    tables: has every receiving stage a table of its own, with a vector per token? Stages are then called with `tokens`.
     """
 
     rank: int
@@ -41,6 +46,7 @@ class Projected:
     rate: float = 0.1
     every: int = 1
     seed: int = 0
+    tables: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("rank", 1), ("anchors", 0), ("vocabulary", 0), ("every", 1), ("seed", 0)):
@@ -49,8 +55,11 @@ class Projected:
                 raise UsageError(f"Projected: {name} = {value!r}: must be an integer, {least} or more")
         if isinstance(self.rate, bool) or not isinstance(self.rate, (int, float)) or not self.rate >= 0:
             raise UsageError(f"Projected: rate = {self.rate!r}: must be a number, 0 or more")
-        if self.anchors and not self.vocabulary:
-            raise UsageError(f"Projected: anchors = {self.anchors}: needs vocabulary, the number of tokens")
+        if not isinstance(self.tables, bool):
+            raise UsageError(f"Projected: tables = {self.tables!r}: must be true or false")
+        for name in ("anchors", "tables"):
+            if getattr(self, name) and not self.vocabulary:
+                raise UsageError(f"Projected: {name} = {getattr(self, name)}: needs vocabulary, the number of tokens")
 
     @property
     def learns(self) -> bool:
@@ -66,13 +75,14 @@ class Projected:
         module: takes and returns one tensor [.., width], but for the first stage's input and the last one's output.
         stage, stages: which of how many. width: of the hidden states.
         inside: boundaries between two stages of one rank (s: between s and s + 1), which stay as they are.
-        device: where the boundaries' parameters are.
+        device: where the boundaries' parameters are. With `tables`, see BoundedStage.fill_table.
         """
         if self.rank > width:
             raise UsageError(f"Projected: rank = {self.rank}: hidden states have {width} values")
         into = Subspace(self, width) if stage > 0 and stage - 1 not in inside else None
         out = Subspace(self, width) if stage < stages - 1 and stage not in inside else None
-        return BoundedStage(module, into, out).to(device)
+        table = nn.Parameter(torch.zeros(self.vocabulary, width)) if self.tables and into is not None else None
+        return BoundedStage(module, into, out, table).to(device)
 
 
 class Subspace(nn.Module):
@@ -103,11 +113,6 @@ class Subspace(nn.Module):
         anchor = self._anchor(tokens, z.dtype)
         return x if anchor is None else x + anchor
 
-    def widened(self, x: Tensor, tokens: Tensor | None, share: float) -> Tensor:
-        """Hidden states that crossed whole: what the basis would have passed, and `share` of the rest."""
-        passed = self.expand(self.project(x, tokens), tokens)
-        return passed + share * (x - passed)
-
     def _anchor(self, tokens: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         if self.tokens is None or self.lift is None:
             return None
@@ -119,19 +124,39 @@ class Subspace(nn.Module):
 class BoundedStage(nn.Module):
     """A stage's module between the ends of its two boundaries; None: there is none on that side.
 
-    Its own parameters are `module`'s: those of the boundaries belong to `Boundaries`, and to no optimiser.
+    Its own parameters are `module`'s and the table (`trained`): those of the boundaries belong to `Boundaries`, and to no
+    optimiser.
     `opening`: None while coordinates cross. A number: hidden states cross whole, and the receiver keeps that share of
     what lies outside its basis: 0 is what was learnt, 1 a stage without boundaries. The same on all stages.
     """
 
     takes_tokens = True
 
-    def __init__(self, module: nn.Module, into: Subspace | None, out: Subspace | None) -> None:
+    def __init__(
+        self, module: nn.Module, into: Subspace | None, out: Subspace | None, table: nn.Parameter | None = None
+    ) -> None:
         super().__init__()
         self.module = module
         self.into = into
         self.out = out
+        self.table = table
         self.opening: float | None = None
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters for the model's optimiser."""
+        return [*self.module.parameters(), *(() if self.table is None else (self.table,))]
+
+    @torch.no_grad()
+    def fill_table(self, embedding: Tensor) -> None:
+        """Let the table begin as what of each token's first hidden state, [vocabulary, width], lies outside the basis:
+        then the model begins as it would without boundaries, where blocks begin as nothing."""
+        if self.table is None or self.into is None:
+            return
+        if embedding.shape != self.table.shape:
+            raise UsageError(f"fill_table: {tuple(embedding.shape)} values, and the table has {tuple(self.table.shape)}")
+        basis = self.into.basis
+        rows = embedding.to(basis)
+        self.table.copy_(rows - rows @ basis @ basis.T)
 
     def forward(self, x: Tensor, *, tokens: Tensor | None = None, **more: Any) -> Tensor:
         """tokens: ids of the micro-batch, for anchors; more: `module`'s own keywords."""
@@ -146,4 +171,9 @@ class BoundedStage(nn.Module):
         """What `module` is given of what arrived."""
         if self.into is None:
             return x
-        return self.into.expand(x, tokens) if self.opening is None else self.into.widened(x, tokens, self.opening)
+        passed = self.into.expand(x if self.opening is None else self.into.project(x, tokens), tokens)
+        if self.table is not None:
+            if tokens is None:
+                raise UsageError("a boundary with tables needs schedule.step(…, tokens=ids) on every rank")
+            passed = passed + functional.embedding(tokens, self.table).to(passed.dtype)
+        return passed if self.opening is None else passed + self.opening * (x - passed)

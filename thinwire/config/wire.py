@@ -45,7 +45,9 @@ class Link:
         a predicate (stage, micro-batch) → bool that both peers evaluate.
     warmup: the first training steps of the pipeline, whose messages are exact: a number, or "epoch" (Wire.with_epoch).
         A memory of samples needs none: a sample's first message is exact unless `cold` says otherwise.
-    tokens: forward: messages are coded against means of tokens, which follow at this rate (memory/fitted.py); 0: not.
+    tokens: messages are coded against means of tokens, which follow at this rate; 0: not (memory/fitted.py). Backward
+        of the tokens that come next, and of a Transform only, whose codes have no bias.
+    scale_gradient: forward: the sender's gradient passes through the code's scale (memory/scale_gradient.py).
     """
 
     codec: Codec
@@ -53,6 +55,7 @@ class Link:
     when: str | Callable[[int, int], bool] = "always"
     warmup: int | str = 0
     tokens: float = 0.0
+    scale_gradient: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
@@ -63,14 +66,23 @@ class Link:
             raise UsageError(f"when = {self.when!r}: allowed are {', '.join(WHEN)}, or a function")
         if not isinstance(self.tokens, (int, float)) or not 0 <= self.tokens <= 1:
             raise UsageError(f"tokens = {self.tokens!r}: must be a rate, 0 (no token means) to 1")
-        if (self.codec.learns or self.tokens) and (self.memory != Plain() or self.when != "always"):
-            raise UsageError("`tokens`, and a codec that learns, are fitted to all messages: leave out memory and when")
+        if not isinstance(self.scale_gradient, bool):
+            raise UsageError(f"scale_gradient = {self.scale_gradient!r}: must be true or false")
+        if self.fitted and (self.memory != Plain() or self.when != "always"):
+            raise UsageError(
+                "`tokens`, `scale_gradient`, and a codec that learns, are for all messages: leave out memory and when"
+            )
         _check_warmup(self.warmup)
         if self.warmup and isinstance(self.memory, Memory) and self.remembers_samples:
             raise UsageError(
                 f"warmup = {self.warmup!r}: memory {self.memory.name} would remember nothing of it; leave it out: a "
                 "sample's first message is in full precision, unless `cold` is given"
             )
+
+    @property
+    def fitted(self) -> bool:
+        """Does its channel take more than a codec and a memory (memory/fitted.py)?"""
+        return bool(self.codec.learns or self.tokens or self.scale_gradient)
 
     @property
     def remembers_samples(self) -> bool:
@@ -157,12 +169,20 @@ class Wire:
             object.__setattr__(self, name, _link(name, getattr(self, name)))
         for name in ("gradient", "embedding"):
             object.__setattr__(self, name, _reduction(name, getattr(self, name)))
-        if self.backward is not None and self.backward.tokens:
-            raise UsageError("[wire.backward] tokens: gradients have no means; leave it out")
+        if self.backward is not None:
+            if self.backward.tokens and not isinstance(self.backward.codec, codecs.Transform):
+                raise UsageError("[wire.backward] tokens: needs codec = 'transform': another code's bias would add up")
+            if self.backward.scale_gradient:
+                raise UsageError("[wire.backward] scale_gradient: is for activations; give it under [wire.forward]")
         if not isinstance(self.auto, bool):
             raise UsageError(f"[wire] auto = {self.auto!r}: must be true or false")
         if self.streams != "auto" and not (_is_count(self.streams) and 1 <= int(self.streams) <= MOST_STREAMS):
             raise UsageError(f'[wire] streams = {self.streams!r}: allowed are 1 to {MOST_STREAMS}, and "auto"')
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Does every rank of a pipeline have to be told the tokens?"""
+        return any(link is not None and link.tokens > 0 for link in (self.forward, self.backward))
 
     def with_epoch(self, steps: int, passes: int = 1) -> Wire:
         """The wire with every warm-up of "epoch" in steps.
@@ -230,7 +250,7 @@ def _link(name: str, given: Any) -> Link | None:
     table = _table(name, given, "codec")
     if not table:
         return None
-    own = {key: table.pop(key) for key in ("when", "warmup", "tokens") if key in table}
+    own = {key: table.pop(key) for key in ("when", "warmup", "tokens", "scale_gradient") if key in table}
     kept = table.pop("memory", "plain")
     return _named(name, lambda: Link(codecs.make(**table), kept if kept == "auto" else _memory(kept), **own))
 

@@ -9,7 +9,11 @@ by how much. The receiver never computes a book: eigenvectors have other bits on
     z = x − m(token) ;  d = C(z) ;  y = m(token) + d ;  then, of the step's messages,  m ← m + α·mean of d
 
 which is the rule of memory/rule.py with a token for a key, and α = max(tokens, 1/visits). The sender decodes its own
-message, so both ends move alike; where their devices round differently, means differ by as little.
+message, so both ends move alike; where their devices round differently, means differ by as little. Gradients have
+means too, by the token that comes next. There a code has to be without bias: gradients of tokens nearly cancel, and
+d would be made smaller where m is not, which is a direction of its own (docs/from-scratch.md).
+
+*The gradient through the scale* (scale_gradient.py): the sender keeps what it coded until the gradient comes back.
 
 *Bits of the first steps* (`early_bits`) end with a book for those that follow, where the codec learns.
 
@@ -31,6 +35,7 @@ from thinwire.codecs.transform import Book, Transform
 from thinwire.codecs.transform_fit import Moments, fit
 from thinwire.errors import UsageError
 from thinwire.memory.channel import Channel
+from thinwire.memory.scale_gradient import KeptCodes
 from thinwire.memory.store import MessageKey
 from thinwire.memory.token_means import TokenMeans
 
@@ -44,13 +49,17 @@ class FittedChannel(Channel):
 
     codec: any; a `Transform` with `every` gets books. seed, name: as of Channel. sends: is this the sending end?
     tokens: the least rate of the token means; 0: there are none.
+    scale_gradient: at the sending end, keep what was coded for `correct`?
     """
 
-    def __init__(self, codec: Codec, *, seed: int, name: str, sends: bool, tokens: float = 0.0) -> None:
+    def __init__(
+        self, codec: Codec, *, seed: int, name: str, sends: bool, tokens: float = 0.0, scale_gradient: bool = False
+    ) -> None:
         super().__init__(at(codec, 0), seed=seed, name=name)
         self.plain = codec
         self.sends = sends
         self.means = TokenMeans(tokens) if tokens else None
+        self.kept = KeptCodes() if scale_gradient and sends else None
         self.steps = 0  # committed, with messages
         self.seen: Moments | None = None  # of committed steps since the last book; at the sending end
         self._book: Tensor | None = None  # the book in use, as it was sent
@@ -70,9 +79,13 @@ class FittedChannel(Channel):
         z = x if self.means is None else x - self.means.of(self._told(tokens, shape), x)
         seed = self._seed(self._checked(key))  # type: ignore[arg-type]
         frame = super().send(key, z, nonfinite=nonfinite)
-        if self.means is not None and tokens is not None:
+        if self.means is not None or self.kept is not None:
             assert isinstance(self.codec, Codec)
-            self.means.note(tokens, self.codec.decode(frame[framing.BYTES :], shape, x.dtype, seed))
+            decoded = self.codec.decode(frame[framing.BYTES :], shape, x.dtype, seed)
+            if self.means is not None and tokens is not None:
+                self.means.note(tokens, decoded)
+            if self.kept is not None:
+                self.kept.keep(microbatch, z, decoded)
         if self._looks():
             self._step_seen = Moments.of(z).plus(self._step_seen)
         return torch.cat((frame, self._sealed_book(shape[-1], frame))) if self._carries_book(microbatch) else frame
@@ -94,6 +107,10 @@ class FittedChannel(Channel):
         y = d + self.means.of(tokens, d)
         self.means.note(tokens, d)
         return y
+
+    def correct(self, microbatch: int, gradient: Tensor) -> Tensor:
+        """At the sending end: the gradient that came back of a micro-batch's message, through the code's scale."""
+        return gradient if self.kept is None else self.kept.correct(microbatch, gradient)
 
     def nbytes(self, key: MessageKey, shape: Sequence[int], dtype: torch.dtype, microbatch: int = 0) -> int:
         book = framing.BYTES + Book.nbytes(shape[-1]) if self._carries_book(microbatch) else 0
@@ -149,6 +166,8 @@ class FittedChannel(Channel):
 
     def _open_step(self) -> None:
         self._coming, self._step_seen, self._used = None, None, False
+        if self.kept is not None:
+            self.kept.clear()
 
     def begin(self, step: int | None = None) -> None:
         super().begin(step)

@@ -9,6 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 
+def following(tokens: Tensor) -> Tensor:
+    """What gradients' means are kept by: of every token, int[.., length], 1 + the one after it, 0 after the last.
+
+    What a language model's hidden state is wrong about is mostly which token comes next.
+    """
+    return functional.pad(tokens[..., 1:] + 1, (0, 1))
+
+
 class TokenMeans:
     """Of rows of one width.
 
@@ -52,6 +60,10 @@ class TokenMeans:
             rate = (1 / self.visits.clamp_min(1).float()).clamp_min(self.rate)
             self.table += (rate / count.clamp_min(1))[:, None] * total
         self._total, self._count = None, None
+
+    def rescale(self, factor: float) -> None:
+        """What is coded is in another unit from now on."""
+        self.table *= factor
 
     def tensors(self) -> dict[str, Tensor]:
         """For checkpoints."""

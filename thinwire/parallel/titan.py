@@ -74,7 +74,7 @@ class TitanWire:
                 "compress_titan: this wire remembers samples along the pipeline, and torchtitan's samples have no ids:"
                 ' take "safe" or "scratch"'
             )
-        if link is not None and link.tokens:
+        if self.wire.needs_tokens:
             raise UsageError(
                 "compress_titan: this wire has token means along the pipeline, and torchtitan gives later stages no"
                 ' token ids: take "scratch"'

@@ -44,7 +44,7 @@ class Message:
     ids: the samples in it, one per row; None where no ids were given.
     coded: whether `when` chose it for compression.
     first_tag: the tag of its first tensor, the others' follow; 0: messages match by order.
-    tokens: of its rows, where a link has token means.
+    tokens: of its rows, where a link has token means; of gradients the ones that come next (`following`).
     """
 
     microbatch: int
@@ -147,6 +147,11 @@ class Lane:
             self.faults.append(f"{self.name}, micro-batch {message.microbatch}: NaN or Inf")
         return y
 
+    def correct(self, microbatch: int, index: int, gradient: Tensor) -> Tensor:
+        """At the sending end: the gradient that came back of tensor `index` of a message, through its code."""
+        channel = self.coded.get(index)
+        return channel.correct(microbatch, gradient) if isinstance(channel, FittedChannel) else gradient
+
     def refusal(self, message: Message, index: int, shape: Sequence[int], like: Tensor) -> Tensor:
         """A refusal in place of the frame of tensor `index`; arguments as of `expect`."""
         return self.expect(message, index, shape, like).fill_(REFUSED)
@@ -176,9 +181,11 @@ class Lane:
         table = self.coded if coded else self.exact
         if index not in table:
             seed = derive(self.seed, self.name, index)
-            if coded and (self.link.codec.learns or self.link.tokens):
-                sends, rate = self.end == "send", self.link.tokens
-                table[index] = FittedChannel(self.link.codec, seed=seed, name=self.name, sends=sends, tokens=rate)
+            if coded and self.link.fitted:
+                table[index] = FittedChannel(
+                    self.link.codec, seed=seed, name=self.name, sends=self.end == "send", tokens=self.link.tokens,
+                    scale_gradient=self.link.scale_gradient,
+                )  # fmt: skip
             elif coded:
                 table[index] = Channel(self.link.codec, self._memory_of(index), seed=seed, name=self.name)
             else:
@@ -245,8 +252,10 @@ class Lane:
             channel.change_memory(memory)
 
     def rescale(self, factor: float) -> None:
-        """The loss scale has changed by `factor`, and with it the unit of the residuals."""
+        """The loss scale has changed by `factor`, and with it the unit of residuals and of gradients' means."""
         for channel in self.coded.values():
+            if isinstance(channel, FittedChannel) and channel.means is not None:
+                channel.means.rescale(factor)
             for key in list(channel.state.stores["e"]):
                 e = channel.state.read("e", key)
                 if e is not None:

@@ -79,7 +79,7 @@ class PlannedStage(OpenStage):
         if dropout not in DROPOUT:
             raise UsageError(f"dropout = {dropout!r}: allowed are {', '.join(DROPOUT)}")
         self.wire = Wire.of(wire)
-        self.told = self.wire.forward is not None and self.wire.forward.tokens > 0  # messages need the tokens
+        self.told = self.wire.needs_tokens
         if self.told and not getattr(submodule, "takes_tokens", False):
             submodule.register_forward_pre_hook(_without_tokens, with_kwargs=True)
         links = {"forward": self.wire.forward, "backward": self.wire.backward}

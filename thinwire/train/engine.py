@@ -150,7 +150,7 @@ class Piped:
             for index, module in modules.items()
         ]  # fmt: skip
         self.boundaries = None if projected is None else Boundaries(self.parts, mesh.dp)
-        self.told = wire.forward is not None and wire.forward.tokens > 0  # messages need the tokens
+        self.told = wire.needs_tokens
         self.loss = Loss(config.mesh.dp)
         row = config.data.seq_len, self.width
         overlap = config.mesh.depth > 1 or (self.device.type == "cuda" and config.mesh.schedule in SINGLE_STAGE)

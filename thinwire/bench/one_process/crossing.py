@@ -66,4 +66,5 @@ class _Cross(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.crossing.carry("backward", ctx.message, gradients[0].contiguous()), None, None
+        g = ctx.crossing.carry("backward", ctx.message, gradients[0].contiguous())
+        return ctx.crossing.lanes["forward"][0].correct(ctx.message.microbatch, 0, g), None, None

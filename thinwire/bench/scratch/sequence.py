@@ -17,6 +17,7 @@ from thinwire.bench.one_process.crossing import Crossing, cross
 from thinwire.boundaries.projected import Projected
 from thinwire.boundaries.synchronise import Boundaries
 from thinwire.config.wire import Wire
+from thinwire.memory.token_means import following
 from thinwire.pipeline.lane import Message
 
 
@@ -83,10 +84,11 @@ class Sequence:
 
     def _forward(self, x: Tensor, microbatch: int) -> Tensor:
         tokens = x
+        messages = [Message(microbatch, None, True, tokens=of) for of in (tokens, following(tokens))]
         for index, stage in enumerate(self.stages):
             x = stage(x) if self.boundaries is None else stage(x, tokens=tokens)
             if index < len(self.crossings):
-                x = cross(x, self.crossings[index], [Message(microbatch, None, True, tokens=tokens)] * 2)
+                x = cross(x, self.crossings[index], messages)
         return x
 
     @torch.no_grad()

@@ -13,10 +13,12 @@ from torch import Tensor
 from thinwire.codecs import Quantize, Transform
 from thinwire.config.wire import Link, Wire
 
-FITTED = Wire(forward=Link(Transform(6, every=3), tokens=0.1), backward=Link(Transform(6)))
+FITTED = Wire(
+    forward=Link(Transform(6, every=3), tokens=0.1, scale_gradient=True), backward=Link(Transform(6), tokens=0.1)
+)
 EARLY = Wire(
-    forward=Link(Transform(5, every=3, early_bits=7, early_steps=6), tokens=0.1),
-    backward=Link(Transform(5, early_bits=7, early_steps=6)),
+    forward=Link(Transform(5, every=3, early_bits=7, early_steps=6), tokens=0.1, scale_gradient=True),
+    backward=Link(Transform(5, early_bits=7, early_steps=6), tokens=0.1),
 )
 STEPS = 7  # books come with steps 3 and 4, and 7
 

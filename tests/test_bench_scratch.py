@@ -11,9 +11,10 @@ from rank_launch import launch, on_a_network
 
 from thinwire.bench.pipeline_ranks import loss_of
 from thinwire.bench.scratch.corpus import text
-from thinwire.bench.scratch.options import Scratch
+from thinwire.bench.scratch.optimisers import Optimisers
+from thinwire.bench.scratch.options import YARDSTICK, Scratch
 from thinwire.bench.scratch.ranks import PRELOAD, timed
-from thinwire.bench.scratch.rows import DENSE, ROWS
+from thinwire.bench.scratch.rows import DENSE, ROWS, row_of
 from thinwire.bench.scratch.seconds import PUBLISHED, Yardstick, boundary_bytes, bytes_per_token, seconds_per_step
 from thinwire.bench.scratch.training import sequence_of, steps_to
 from thinwire.cli import main
@@ -24,33 +25,45 @@ SMALL = Scratch(stages=2, width=32, length=16, rows=4, steps=5, every=1, held_ou
 MICROBATCHES = 2
 
 
-def both(rows: list[str]) -> list[list[dict]]:
+YARD = replace(SMALL, model=YARDSTICK, rate=0.02)
+CASES = {  # rows, and of what model
+    "rotated 3 bits": SMALL, "learned d/4 + anchors at 4 bits": SMALL, "tokens + basis 2 back 3": SMALL,
+    "tokens both ways + normal 2 back 2 through of 0.5": YARD,
+}  # fmt: skip
+
+
+def on_ranks() -> list[list[dict]]:
     """What every rank of two answers, for each row."""
     with Network(hosts=2, preload=PRELOAD) as net:
-        return [launch(net, timed, ROWS[row], SMALL, SMALL.steps, MICROBATCHES, timeout=60) for row in rows]
+        return [
+            launch(net, timed, row_of(row), setup, setup.steps, MICROBATCHES, timeout=60)
+            for row, setup in CASES.items()
+        ]
 
 
 @on_a_network[0]
 @on_a_network[1]
 @pytest.mark.timeout(120)
 def test_one_process_has_the_bits_of_real_ranks(one_thread):
-    """Losses, weights and bytes after five steps of two micro-batches; learned boundaries, anchors, books too."""
-    names = ["rotated 3 bits", "learned d/4 + anchors at 4 bits", "tokens + basis 2 back 3"]
-    for name, ranks in zip(names, both(names)):
-        model = sequence_of(ROWS[name], SMALL, 0)
-        optimiser = torch.optim.AdamW(model.parameters(), lr=SMALL.rate, betas=(0.9, 0.95), foreach=True)
-        samples, _ = text(SMALL, 0)
+    """Losses, weights and bytes after five steps of two micro-batches: learned boundaries, anchors, books; tables,
+    means both ways and the gradient through the scale too."""
+    for (name, setup), ranks in zip(CASES.items(), on_ranks()):
+        model = sequence_of(row_of(name), setup, 0)
+        optimiser = Optimisers(setup, model.stages)
+        optimiser.set_rate(setup.rate)
+        samples, _ = text(setup, 0)
         losses = []
-        for batch in samples.long().split(SMALL.rows)[: SMALL.steps]:
+        for batch in samples.long().split(setup.rows)[: setup.steps]:
             optimiser.zero_grad()
             losses.append(float(model.step(batch[:, :-1], batch[:, 1:], loss_of, MICROBATCHES)))
             optimiser.step()
             if model.boundaries is not None:
-                model.boundaries.step(SMALL.rate)
+                model.boundaries.step(setup.rate)
         assert losses == pytest.approx(ranks[-1]["losses"], rel=1e-6), name
-        weights = [[p.detach().double().sum().item() for p in module.parameters()] for module in model.modules]
+        weights = [[p.detach().double().sum().item() for p in stage.parameters()] for stage in model.stages]
         assert weights == [rank["weights"] for rank in ranks], name
-        own = 0 if model.boundaries is None else 2 * SMALL.steps * model.boundaries.nbytes() + model.boundaries.nbytes()
+        learns = model.boundaries is not None and model.boundaries.config.learns
+        own = 0 if model.boundaries is None else (1 + 2 * setup.steps * learns) * model.boundaries.nbytes()
         assert model.sent() + own == sum(rank["sent"] for rank in ranks), name  # the first values are handed out too
 
 

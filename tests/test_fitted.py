@@ -19,7 +19,8 @@ from thinwire.codecs.transform_fit import Moments, fit
 from thinwire.config.wire import Link, Wire
 from thinwire.errors import UsageError
 from thinwire.lab import Network
-from thinwire.memory.token_means import TokenMeans
+from thinwire.memory.scale_gradient import through_code
+from thinwire.memory.token_means import TokenMeans, following
 from thinwire.pipeline.lane import Lane, Message
 
 PRELOAD = ("warm", "fitted_cases")
@@ -246,6 +247,65 @@ def test_a_token_s_mean_is_that_of_its_first_visits_and_then_follows():
         means.note(ids, x - means.of(ids, x))
         means.end_step(keep=True)
     assert means.visits.tolist() == [0, 0, 0, 4] and float(means.table[3]) == pytest.approx(1.25)
+
+
+@given(st.integers(1, 4), st.integers(0, 2**31))
+def test_a_gradient_passes_through_the_scale(rows: int, seed: int):
+    """Euler's identity of a code whose steps follow the scale: J·z = C(z), so z·Jᵀg = C(z)·g for every g, row by row;
+    across z nothing changes."""
+    generator = torch.Generator().manual_seed(seed)
+    z, g = torch.randn(2, rows, 64, generator=generator)
+    codec = Quantize(2, block=64)
+    y = codec.decode(codec.encode(z), z.shape, z.dtype)
+    through = through_code(g, z, y - z)
+    assert torch.allclose((z * through).sum(-1), (y * g).sum(-1), atol=1e-3)
+    across = torch.randn(rows, 64, generator=generator)
+    across -= z * (across * z).sum(-1, keepdim=True) / z.square().sum(-1, keepdim=True)
+    assert torch.allclose((across * through).sum(-1), (across * g).sum(-1), atol=1e-3)
+    assert torch.equal(through_code(g, torch.zeros_like(z), torch.zeros_like(z)), g)
+
+
+def test_a_sender_corrects_each_micro_batch_once():
+    """With what it coded beside the token means; a message that was not sent, or is of the step before, is unknown."""
+    lane = Lane(Link(Quantize(2), tokens=0.5, scale_gradient=True), "forward 0→1", "send", 0)
+    ids, x, g = torch.zeros(1, 4, dtype=torch.int64), torch.randn(1, 4, 128), torch.randn(1, 4, 128)
+    for step in range(2):
+        lane.begin(step)
+        for number in range(2):
+            lane.send(Message(number, None, True, tokens=ids), 0, x)
+        first = lane.correct(1, 0, g)
+        assert not torch.equal(first, g) and torch.equal(lane.correct(1, 0, g), g)
+        assert torch.equal(lane.correct(7, 0, g), g)
+        if step == 0:
+            before = first
+        lane.end_step(keep=True)
+    lane.begin(2)
+    assert not torch.allclose(first, before), "means are not what was coded"
+    assert torch.equal(lane.correct(0, 0, g), g), "the step before it is forgotten"
+
+
+def test_gradients_have_means_of_the_tokens_that_come_next():
+    assert following(torch.tensor([[5, 0, 7]])).tolist() == [[1, 8, 0]]
+    link = Link(Transform(4), tokens=0.5)
+    ends = [Lane(link, "backward 1→0", end, 0) for end in ("send", "recv")]
+    generator, of_token = torch.Generator().manual_seed(0), torch.randn(9, 64)
+    errors = []
+    for step in range(6):
+        if step == 3:
+            for lane in ends:
+                lane.rescale(4.0)  # the loss scale has changed
+        for lane in ends:
+            lane.begin(step)
+        ids = torch.randint(8, (4, 16), generator=generator)
+        x = (of_token[following(ids)] + 0.01 * torch.randn(4, 16, 64, generator=generator)) * (4 if step >= 3 else 1)
+        message = Message(0, None, True, tokens=following(ids))
+        y = ends[1].recv(message, 0, ends[0].send(message, 0, x), x.shape, x.dtype)
+        errors.append(float((y - x).square().sum() / x.square().sum()))
+        for lane in ends:
+            lane.resolve_checks()
+            lane.end_step(keep=True)
+    means = [lane.coded[0].means.table for lane in ends]
+    assert torch.equal(*means) and max(errors[1:]) < errors[0] / 20, errors
 
 
 def test_what_cannot_be_is_said():

@@ -9,17 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from thinwire.bench.one_process.crossing import Crossing, cross
 from thinwire.bench.scratch.codes import Tokens, TransformCode
+from thinwire.bench.scratch.graph import _Cross
 from thinwire.bench.scratch.lengths import summed
 from thinwire.bench.scratch.options import planned
 from thinwire.bench.scratch.rows import DENSE, ROWS, row_of
 from thinwire.bench.scratch.seconds import Yardstick, bytes_per_token
-from thinwire.bench.scratch.ways import KeptCode, code_of, codes_of, tilt_of
+from thinwire.bench.scratch.ways import code_of
 from thinwire.cli import main
 from thinwire.codecs import Transform, make
-from thinwire.codecs.transform import CLASSES
 from thinwire.codecs.transform_fit import Moments, eigenvectors, fit
-from thinwire.config.wire import Link
+from thinwire.config.wire import Link, Wire
 from thinwire.errors import UsageError
 from thinwire.pipeline.lane import Lane, Message
 
@@ -82,6 +83,39 @@ def test_means_and_books_come_when_a_channel_has_them():
     assert ours.made and ends[1].coded[0].codec.book is not None
 
 
+@pytest.mark.parametrize(
+    "way, next_codec", [({"codec": "quantize", "bits": 3}, "bf16"), ({"codec": "transform", "bits": 2}, "transform")]
+)
+def test_gradients_pass_through_a_code_as_a_lane_s_do(way, next_codec):
+    """Exactly where nothing is random; of a rotated code as far as other signs allow, on average."""
+    back = {"codec": "transform", "bits": 8} if next_codec == "transform" else {"codec": "cast", "to": "bf16"}
+    x, ids = values(0)
+    g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    crossing = Crossing(Wire.of({"forward": {**way, "scale_gradient": True}, "backward": back}), 0, 0)
+    for lane in crossing.all():
+        lane.begin(0)
+    leaf = x.clone().requires_grad_()
+    cross(leaf, crossing, [Message(0, None, True)] * 2).backward(g)
+    there, turned = code_of(way, WIDTH, TOKENS, 0.0, CPU, through=True), code_of(back, WIDTH, TOKENS, 0.0, CPU)
+    tokens = Tokens.of(ids, TOKENS)
+    other = x.clone().requires_grad_()
+    _Cross.apply(other, (tokens, tokens), there, turned).backward(g)
+    added, ours = leaf.grad - g, other.grad - g
+    assert float(added.norm()) > 0.02 * float(g.norm())
+    if next_codec == "bf16":
+        assert torch.allclose(leaf.grad, other.grad, atol=1e-5)
+    assert float(ours.norm()) == pytest.approx(float(added.norm()), rel=0.1)
+
+
+def test_names_of_rows_say_what_they_are():
+    row = row_of("tokens both ways + normal 2.5 back 2 through of 0.5")
+    assert (row.codec["bits"], row.back["bits"], row.share, row.tables, row.through) == (2.5, 2.0, 0.5, True, True)
+    assert row.tokens > 0 and row.next > 0 and row.rank(64) == 32 and row.messages and row.formulas
+    plain = row_of("tokens + normal 2 back 2")
+    assert (plain.next, plain.through, plain.share) == (0, False, 1.0)
+    assert row_of("bf16 of 0.25").tables and row_of("bf16 of 0.25").rank(1024) == 256
+
+
 def test_bits_that_change_are_priced_by_their_shares():
     late = replace(ROWS["tokens + basis 2 back 2"], phases=((0.75, 4, 4),))
     least, most = (bytes_per_token(ROWS[f"tokens + basis {b} back {b}"], Yardstick()) for b in (2, 4))
@@ -131,52 +165,6 @@ def test_a_plan_names_runs_in_order_and_bits_that_change(tmp_path):
         planned(args)
 
 
-def test_rows_of_gradients_have_bits_by_their_size():
-    """Rows of unlike size: the same bits err less, and no row's direction is favoured."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(8, 32, WIDTH, generator=generator) * torch.exp(torch.randn(8, 32, 1, generator=generator))
-    ids = torch.zeros(8, 32, dtype=torch.int64)
-    found = []
-    for sized in (False, True):
-        code = TransformCode(Transform(2, every=1), WIDTH, TOKENS, 0.0, CPU, frozenset({"sized"}))
-        if sized:
-            code.take(Moments.of(x), None)
-        found.append(error(code(x, Tokens.of(ids, TOKENS)), x))
-        assert int(code.bits.sum()) == (1 + CLASSES) * 2 * WIDTH
-    assert found[1] < 0.7 * found[0]
-
-
-def test_errors_that_are_kept_cancel_over_steps():
-    """Of each token the sum of what is left of its gradients is theirs, but for the last error."""
-    generator = torch.Generator().manual_seed(0)
-    code = KeptCode(TransformCode(Transform(1), WIDTH, TOKENS, 0.0, CPU), WIDTH, TOKENS, CPU)
-    plain = TransformCode(Transform(1), WIDTH, TOKENS, 0.0, CPU)
-    sums = torch.zeros(3, TOKENS, WIDTH)
-    for _ in range(20):
-        x, ids = torch.randn(4, 8, WIDTH, generator=generator), torch.randint(TOKENS, (4, 8), generator=generator)
-        tokens = Tokens.of(ids, TOKENS)
-        for total, y in zip(sums, (x, code(x, tokens), plain(x, tokens))):
-            total.index_add_(0, ids.view(-1), y.view(-1, WIDTH))
-    assert torch.allclose(sums[1] + code.table, sums[0], atol=1e-3)
-    assert error(sums[1], sums[0]) < error(sums[2], sums[0]) / 4
-
-
-def test_bits_that_are_tilted_over_depth_keep_their_sum():
-    row = row_of("tokens + basis 2 back 1.5 sized kept tilt 0.5, 3 back 2 from 0.1")
-    assert row.kept and not row.messages and row.back["sized"] and row.phases == ((0.1, 3.0, 2.0),)
-    codes = codes_of(row, 3, WIDTH, TOKENS, CPU)
-    assert [(there.codec.bits, back.code.codec.bits) for there, back in codes] == [(2.5, 1), (2, 1.5), (1.5, 2)]
-    assert [tilt_of(row, boundary, 3) for boundary in range(3)] == [0.5, 0, -0.5]
-
-
-def test_a_subspace_passes_what_lies_in_it_and_nothing_else():
-    there, back = codes_of(ROWS["fixed subspace bf16"], 2, WIDTH, TOKENS, CPU)[0]
-    x, ids = values(0)
-    once = there(x, Tokens.of(ids, TOKENS))
-    assert torch.allclose(there(once, Tokens.of(ids, TOKENS)), once, atol=0.05) and there.basis.shape == (WIDTH, 10)
-    assert torch.equal(back(x, Tokens.of(ids, TOKENS)), once)
-
-
 def test_steps_stand_beside_dense_s_at_the_same_loss():
     def one(row: str, length: float, loss: float, seed: int) -> dict:
         return {"row": row, "rate": 1, "seed": seed, "length": length, "losses": [[1, loss]], "done": 10, "steps": 10}
@@ -186,17 +174,6 @@ def test_steps_stand_beside_dense_s_at_the_same_loss():
     found = {row["row"]: row for row in summed(runs)}["rotated 4 bits"]
     assert found["steps"] == {"0": pytest.approx(2), "1": pytest.approx(2)}  # half of dense's, by logarithms
     assert found["percent"]["1.0"]["0"] == pytest.approx(10)
-
-
-def test_gradients_of_components_without_bits_are_dropped_where_asked():
-    x, ids = values(0)
-    code = code_of(row_of("tokens + basis 0.5 back 1 masked").codec, WIDTH, TOKENS, 0.0, CPU)
-    assert torch.equal(code.mask(x), x)
-    moments = Moments.of(x)
-    code.take(moments, eigenvectors(moments.products / moments.count))
-    left = code.mask(x)
-    assert torch.allclose(code.mask(left), left, atol=0.1) and 0 < (code.bits[0] > 0).sum() < WIDTH / 2
-    assert error(left, code(x, Tokens.of(ids, TOKENS))) < error(x, code(x, Tokens.of(ids, TOKENS)))
 
 
 def test_the_bound_of_all_codes_is_below_what_the_codec_errs():

@@ -8,9 +8,9 @@ The gradient on the way back is Aᵀg, of r values too. Both ends' gradients of 
 (synchronise.py). After MAPL (arXiv 2606.05484). What lies outside A is lost, the residual stream's part too: such a
 boundary is a part of the model, and a model without it computes something else.
 
-With `tables` the receiving stage adds a vector of the token, t[token], of a table of its own: an ordinary parameter of
-that stage, which the model's optimiser trains and nobody else needs. What of a hidden state is its token's then need not
-cross, and a basis that stays as it begins (rate 0) is enough: nothing at all is synchronised.
+With `tables` the receiving stage adds a vector of the token, t[token], of a table of its own: a parameter of the stage,
+which the model's optimiser trains and nobody else needs. What of a hidden state is its token's then need not cross, and
+a basis that stays as it begins (rate 0) is enough: nothing at all is synchronised.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class Subspace(nn.Module):
 class BoundedStage(nn.Module):
     """A stage's module between the ends of its two boundaries; None: there is none on that side.
 
-    Its own parameters are `module`'s and the table (`trained`): those of the boundaries belong to `Boundaries`, and to no
-    optimiser.
+    Its own parameters are `module`'s and the table (`trained`): those of the boundaries belong to `Boundaries`, and to
+    no optimiser.
     `opening`: None while coordinates cross. A number: hidden states cross whole, and the receiver keeps that share of
     what lies outside its basis: 0 is what was learnt, 1 a stage without boundaries. The same on all stages.
     """
@@ -153,7 +153,8 @@ class BoundedStage(nn.Module):
         if self.table is None or self.into is None:
             return
         if embedding.shape != self.table.shape:
-            raise UsageError(f"fill_table: {tuple(embedding.shape)} values, and the table has {tuple(self.table.shape)}")
+            shapes = f"{tuple(embedding.shape)}, and the table is {tuple(self.table.shape)}"
+            raise UsageError(f"fill_table: the embedding is {shapes}")
         basis = self.into.basis
         rows = embedding.to(basis)
         self.table.copy_(rows - rows @ basis @ basis.T)

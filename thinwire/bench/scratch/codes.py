@@ -22,14 +22,14 @@ from thinwire.bench.scratch.formulas import (
     quantised,
     random_signs,
     rotated,
-    work,
 )  # fmt: skip
 from thinwire.codecs import Codec
 from thinwire.codecs.transform import CLASSES, MOST_BITS, Book, Transform, block_of, gain
-from thinwire.codecs.transform_fit import LOOKED_AT, Moments, allotted, allotted_to, eigenvectors, energies_of, spread
+from thinwire.codecs.transform_fit import LOOKED_AT, Moments, allotted, eigenvectors, energies_of, spread
 from thinwire.memory.fitted import LOOKED, due
 
 SAMPLED = 8  # of so many rows one is looked at for errors
+Kept = tuple[Tensor, Tensor] | None
 
 
 class Tokens(NamedTuple):
@@ -49,13 +49,18 @@ class Code:
     """One direction over one boundary. codec: what is sent. Call it with values, float[…, d], and the rows' tokens."""
 
     looking = True  # does it add up what books are made of, and errors, in this step?
+    keeps = False  # will the gradient pass through the code's scale?
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
 
     def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
         """What the other end has of x."""
-        return coded(x, self.codec)
+        return self.send(x, tokens)[0]
+
+    def send(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Kept]:
+        """What the other end has of x; with `keeps` also what was coded, and the code's error of that."""
+        return coded(x, self.codec), None
 
     def set_bits(self, bits: float) -> None:
         """Other bits from the next step on."""
@@ -80,7 +85,7 @@ class FittedCode(Code):
         self.visits = torch.zeros(len(self.table), device=device)
         self.errors = torch.zeros(2, device=device)  # energy of errors and of values
 
-    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+    def send(self, x: Tensor, tokens: Tokens) -> tuple[Tensor, Kept]:
         rows, flat = x.reshape(-1, self.width), tokens.ids.reshape(-1)
         means = self.table[flat] if self.rate else None
         decoded = self._decoded(rows, means).float()
@@ -90,7 +95,11 @@ class FittedCode(Code):
         if self.looking:
             some, left = rows[::SAMPLED].float(), out[::SAMPLED]
             self.errors += torch.stack(((some - left).square().sum(), (some - some.mean(0)).square().sum()))
-        return out.view(x.shape).to(x.dtype)
+        y = out.view(x.shape).to(x.dtype)
+        if not self.keeps:
+            return y, None
+        z = rows.float() if means is None else rows.float() - means
+        return y, (z.view(x.shape), (decoded - z).view(x.shape))
 
     def _decoded(self, rows: Tensor, means: Tensor | None) -> Tensor:
         """What the other end has of rows beside their means."""
@@ -105,29 +114,26 @@ class FittedCode(Code):
 class TransformCode(FittedCode):
     """Of a Transform: by rotation, or in a learnt basis, whose books follow the rules of memory/fitted.py.
 
-    Arguments as of FittedCode. flags, any of:
-      ideal   errs as the best code of so many bits in the same basis would, by the rate-distortion bound
-      sized   learns only how unlike in size rows are; every message is rotated at random
-      masked  gradients for components without bits are dropped, on their way back
+    Arguments as of FittedCode. ideal: does it err as the best code of so many bits in the same basis would, by the
+    rate-distortion bound?
     """
 
     codec: Transform
 
     def __init__(
         self, codec: Transform, width: int, vocabulary: int, tokens: float, device: torch.device,
-        flags: frozenset[str] = frozenset(),
+        ideal: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(codec, width, vocabulary, tokens, device)
-        self.ideal, self.sized = "ideal" in flags, "sized" in flags
-        self.masked = "masked" in flags
+        self.ideal = ideal
         room = 1 + CLASSES if codec.learns else 1
-        self.basis = torch.zeros(width, width, device=device) if codec.learns and not self.sized else None
+        self.basis = torch.zeros(width, width, device=device) if codec.learns else None
         self.steps, self.gaps, self.bits = (torch.zeros(room, width, device=device) for _ in range(3))
         self.made = False  # is there a book?
         shapes = (width, width), (CLASSES,), ()
         self.seen = Moments(*(torch.zeros(shape, device=device) for shape in shapes))
         self.coming: Moments | None = None  # what the book that this step brings is made of
-        self.last: tuple[Moments, Tensor | None] | None = None  # what the book in use was made of, and its basis
+        self.last: tuple[Moments, Tensor] | None = None  # what the book in use was made of, and its basis
         self.set_bits(codec.bits)
 
     def _decoded(self, rows: Tensor, means: Tensor | None) -> Tensor:
@@ -154,14 +160,6 @@ class TransformCode(FittedCode):
             return blurred(y, scale, classes, self.steps[room], self.bits[room])
         return quantised(y, scale, classes, self.steps[room], self.gaps[room], self.bits[room])
 
-    def mask(self, gradient: Tensor) -> Tensor:
-        """A gradient that has come back, without components that nothing crosses of."""
-        if not self.masked or not self.made or self.basis is None:
-            return gradient
-        basis = self.basis * (self.bits[0] > 0)
-        rows = gradient.reshape(-1, self.width).to(work(gradient))
-        return ((rows @ basis.to(rows.dtype)) @ basis.T.to(rows.dtype)).view(gradient.shape).to(gradient.dtype)
-
     def _look(self, z: Tensor) -> None:
         rows = z[:: max(1, -(-len(z) // LOOKED_AT))].float()
         unit = rows / rows.square().mean(1, keepdim=True).sqrt().clamp_min(TINY)
@@ -180,14 +178,11 @@ class TransformCode(FittedCode):
             even = Book.even(self.codec.row_bits(self.width), self.width, self.steps.device)
             self._hold(even.steps, even.bits)
 
-    def take(self, moments: Moments, basis: Tensor | None) -> None:
+    def take(self, moments: Moments, basis: Tensor) -> None:
         """Use the book of what was seen, in that basis, from now on."""
-        if basis is None or self.basis is None:
-            alike = torch.ones(self.width, device=self.steps.device)
-            steps, bits = allotted_to(self.codec, alike, (moments.energies / moments.count).clamp_min(TINY))
-        else:
-            steps, bits = (filled if self.ideal else allotted)(self.codec, moments, basis)
-            self.basis.copy_(basis)
+        assert self.basis is not None
+        steps, bits = (filled if self.ideal else allotted)(self.codec, moments, basis)
+        self.basis.copy_(basis)
         self._hold(steps, bits)
         self.last, self.made = (moments, basis), True
 
@@ -238,11 +233,10 @@ def books(codes: Sequence[Code]) -> bool:
     """Give codes the books that the last step brought, all at once; True: the first ones."""
     new = [code for code in codes if isinstance(code, TransformCode) and code.coming is not None]
     first = any(not code.made for code in new)
-    learnt = [code.coming for code in new if code.coming is not None and not code.sized]
+    learnt = [code.coming for code in new if code.coming is not None]
     products = [moments.products / moments.count for moments in learnt]
-    bases = iter(eigenvectors(torch.stack(products)) if products else ())
-    for code in new:
-        assert code.coming is not None
-        code.take(code.coming, None if code.sized else next(bases))
+    bases = eigenvectors(torch.stack(products)) if products else ()
+    for code, moments, basis in zip(new, learnt, bases):
+        code.take(moments, basis)
         code.coming = None
     return first

@@ -9,41 +9,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.bench.pipeline_options import Setup
-from thinwire.bench.pipeline_ranks import loss_of, stages_of
+from thinwire.bench.pipeline_ranks import loss_of
 from thinwire.bench.scratch import formulas
-from thinwire.bench.scratch.codes import Code, FittedCode, Tokens, TransformCode, books, looked_at
+from thinwire.bench.scratch.codes import Code, FittedCode, Tokens, books, looked_at
 from thinwire.bench.scratch.corpus import text
+from thinwire.bench.scratch.optimisers import Optimisers
 from thinwire.bench.scratch.options import Scratch
 from thinwire.bench.scratch.rows import Row
-from thinwire.bench.scratch.ways import LEAST_BITS, KeptCode, SubspaceCode, codes_of, tilt_of
+from thinwire.bench.scratch.training import bounded_stages
+from thinwire.bench.scratch.ways import codes_of
+from thinwire.boundaries.projected import BoundedStage
+from thinwire.memory import scale_gradient
+from thinwire.memory.token_means import following
 from thinwire.torch_private.compiling import many_shapes
 
 EAGER = 8  # steps before a graph is captured
 BOOKS = 100  # steps between those that are looked at where there are no books
 
 
+@formulas.fused
+def through_code(gradient: Tensor, z: Tensor, error: Tensor) -> Tensor:
+    """Of memory/scale_gradient.py, one kernel on a card."""
+    return scale_gradient.through_code(gradient, z, error)
+
+
 class _Cross(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tokens: Tokens, there: Code, back: Code) -> Tensor:
-        ctx.there, ctx.back, ctx.tokens = there, back, tokens
+    def forward(ctx: Any, x: Tensor, tokens: tuple[Tokens, Tokens], there: Code, back: Code) -> Tensor:
+        ctx.back, ctx.following = back, tokens[1]
         with torch.autocast(x.device.type, enabled=False):
-            return there(x, tokens)
+            y, ctx.kept = there.send(x, tokens[0])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        coded = ctx.back(gradients[0].contiguous(), ctx.tokens)
-        return ctx.there.mask(coded) if isinstance(ctx.there, TransformCode) else coded, None, None, None
+        g = ctx.back(gradients[0].contiguous(), ctx.following)
+        return g if ctx.kept is None else through_code(g, *ctx.kept), None, None, None
 
 
-def through(stage: nn.Module, x: Tensor) -> Tensor:
+def through(stage: nn.Module, x: Tensor, tokens: Tensor) -> Tensor:
     """What a stage makes of x."""
-    return stage(x)
+    return stage(x, tokens=tokens) if isinstance(stage, BoundedStage) else stage(x)
 
 
-def to_loss(stage: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+def to_loss(stage: nn.Module, x: Tensor, tokens: Tensor, target: Tensor) -> Tensor:
     """What the last stage makes of x, beside what is right."""
-    return loss_of(stage(x), target)
+    return loss_of(through(stage, x, tokens), target)
 
 
 class Run:
@@ -60,18 +71,15 @@ class Run:
         self.steps = round(setup.steps * length)
         device = torch.device(setup.device)
         torch.manual_seed(1000 + seed)
-        size = Setup(setup.stages, width=setup.width, length=setup.length, seed=seed, vocabulary=setup.vocabulary)
-        self.stages = nn.ModuleList(module.to(device) for module in stages_of(size))
+        self.stages = nn.ModuleList(stage.to(device) for stage in bounded_stages(row, setup, seed))
         self.codes = codes_of(row, setup.stages - 1, setup.width, setup.vocabulary, device)
-        self.rate = torch.zeros((), device=device)
         self.fast, self.eager = device.type == "cuda", eager or device.type != "cuda"
         self.through, self.to_loss = through, to_loss
         formulas.COMPILED = set() if self.eager or uncompiled else {"cuda"}
         if self.fast and formulas.COMPILED:
             many_shapes(64)  # one function for all stages
             self.through, self.to_loss = (torch.compile(one, dynamic=False) for one in (through, to_loss))
-        more: dict[str, Any] = {"fused": True, "capturable": self.fast}
-        self.optimiser = torch.optim.AdamW(self.stages.parameters(), lr=self.rate, betas=(0.9, 0.95), **more)
+        self.optimiser = Optimisers(setup, list(self.stages))
         self.samples, self.held_out = (part.to(device) for part in text(setup, seed))
         self.batch = torch.zeros(setup.rows, setup.length + 1, dtype=torch.int64, device=device)
         self.graphs: dict[bool, Any] = {}  # with codes that look at what they send, and without
@@ -112,14 +120,14 @@ class Run:
         the steps whose messages were looked at."""
         out = []
         for codes in zip(*self.codes):
-            sums = [code.errors for code in map(inner, codes) if isinstance(code, FittedCode)]
+            sums = [code.errors for code in codes if isinstance(code, FittedCode)]
             out.append([float(f"{float(one[0] / one[1]):.4g}") for one in sums])
             for one in sums:
                 one.zero_()
         return out
 
     def _one(self, step: int) -> None:
-        codes = [inner(code) for boundary in self.codes for code in boundary]
+        codes = [code for boundary in self.codes for code in boundary]
         again = books(codes)
         looking = looked_at(step, self.row.codec.get("every", 0) or BOOKS)
         for code in codes:
@@ -128,7 +136,7 @@ class Run:
         for share, *bits in self.row.phases:
             if step == round(share * self.steps):
                 self._set_bits(bits)
-        self.rate.fill_(self.setup.rate_at(step, self.steps))
+        self.optimiser.set_rate(self.setup.rate_at(step, self.steps))
         rows = self.setup.rows
         self.batch.copy_(self.samples[step * rows : (step + 1) * rows])
         if again:
@@ -141,19 +149,18 @@ class Run:
         self.graphs[looking].replay()
 
     def _set_bits(self, bits: Sequence[float]) -> None:
-        for index, boundary in enumerate(self.codes):
-            tilt = tilt_of(self.row, index, len(self.codes))
-            for code, number, more in zip(boundary, bits, (tilt, -tilt)):
-                code.set_bits(max(LEAST_BITS, number + more))
+        for boundary in self.codes:
+            for code, number in zip(boundary, bits):
+                code.set_bits(number)
 
     def _step(self) -> None:
         self.optimiser.zero_grad(set_to_none=False)
-        x = self.batch[:, :-1].contiguous()
-        tokens = Tokens.of(x, self.setup.vocabulary)
+        x = ids = self.batch[:, :-1].contiguous()
+        tokens = Tokens.of(ids, self.setup.vocabulary), Tokens.of(following(ids), 1 + self.setup.vocabulary)
         with torch.autocast(self.batch.device.type, torch.bfloat16, enabled=self.fast):
             for stage, codes in zip(self.stages, self.codes):
-                x = _Cross.apply(self.through(stage, x), tokens, *codes)
-            loss = self.to_loss(self.stages[-1], x, self.batch[:, 1:].contiguous())
+                x = _Cross.apply(self.through(stage, x, ids), tokens, *codes)
+            loss = self.to_loss(self.stages[-1], x, ids, self.batch[:, 1:].contiguous())
         loss.backward()
         self.optimiser.step()
 
@@ -169,17 +176,9 @@ class Run:
         """The held-out loss, with nothing coded; what lies outside of a subspace is lost as in training."""
         total = torch.zeros((), device=self.held_out.device)
         for part in self.held_out.long().split(64):
-            x = part[:, :-1]
+            x = ids = part[:, :-1]
             with torch.autocast(x.device.type, torch.bfloat16, enabled=self.fast):
-                for index, stage in enumerate(self.stages):
-                    x = stage(x)
-                    code = self.codes[index][0] if index < len(self.codes) else None
-                    if isinstance(code, SubspaceCode):
-                        x = code(x, Tokens(part, part))
+                for stage in self.stages:
+                    x = through(stage, x, ids)
             total += loss_of(x.float(), part[:, 1:]) * len(part)
         return float(total / len(self.held_out))
-
-
-def inner(code: Code) -> Code:
-    """That within what is put around it."""
-    return code.code if isinstance(code, KeptCode) else code

@@ -26,6 +26,7 @@ from thinwire.installed import check_figures
 from thinwire.terminal import read_json
 
 WORK = "thinwire.bench.scratch.command"
+GPT, YARDSTICK = "gpt", "yardstick"
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,13 @@ class Scratch:
     steps: of dense; the others stop where they reach its loss. most: times dense's steps after which a row stops.
     opened: steps that a model with boundaries in a subspace goes on for without them, dense, at its end.
     ramp: share of these in which the boundaries open little by little; 0: at once.
-    every: steps between evaluations. held_out: samples evaluated on. rate: AdamW's, after `warmup` steps.
+    every: steps between evaluations. held_out: samples evaluated on.
+    rate: the optimiser's, after `warmup` steps; Muon's, with the yardstick's model.
     vocabulary: of tokens; 256: bytes. text: folders of source and text files, with commas between
         them; "": Python's library.
     cache: a file that keeps their tokens. device: on a card products are in bf16.
     decay: share of a run's steps, its last ones, over which the rate falls to 0.
+    model: "gpt", trained by AdamW, or "yardstick", by Muon (model.py).
     """
 
     stages: int = 8
@@ -60,6 +63,7 @@ class Scratch:
     cache: str = ""
     device: str = "cpu"
     decay: float = 0.0
+    model: str = GPT
 
     def rate_at(self, step: int, steps: int) -> float:
         """Of a step, from 0, in a run of so many."""
@@ -75,7 +79,7 @@ class Scratch:
 FEW = {"stages": 4, "width": 64, "length": 64, "rows": 4, "steps": 40, "every": 10, "held_out": 16, "warmup": 5}
 WHOLE = ("stages", "width", "length", "rows", "steps", "opened", "every", "held_out", "warmup", "vocabulary")
 NUMBERS = (*WHOLE, "most", "rate", "ramp", "decay")
-TEXTS = ("text", "cache", "device")
+TEXTS = ("text", "cache", "device", "model")
 LEAST = {"stages": 2, "width": 16, "opened": 0, "vocabulary": 256, "rate": 1e-9, "ramp": 0, "decay": 0}
 
 
@@ -109,6 +113,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--text", metavar="FOLDER", help="or several, with commas: files to train on (Python's library)"
     )
     parser.add_argument("--cache", metavar="FILE", help="keeps the tokens of the text, for other runs of it")
+    parser.add_argument(
+        "--model", choices=(GPT, YARDSTICK), help="a small GPT under AdamW, or the yardstick's kind under Muon (gpt)"
+    )
     parser.add_argument("--device", help="cpu or cuda (cpu)")
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="runs at the same time (1)")
     parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS", help="after which no run begins")

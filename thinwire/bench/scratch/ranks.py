@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import ScheduleGPipe
 
-from thinwire.bench.pipeline_options import Setup
-from thinwire.bench.pipeline_ranks import loss_of, stages_of
+from thinwire.bench.pipeline_ranks import loss_of
 from thinwire.bench.scratch.corpus import text
+from thinwire.bench.scratch.optimisers import Optimisers
 from thinwire.bench.scratch.options import Scratch
 from thinwire.bench.scratch.rows import Row
-from thinwire.bench.scratch.training import projected_of, wire_of
+from thinwire.bench.scratch.training import bounded_stages, wire_of
+from thinwire.boundaries.projected import BoundedStage
 from thinwire.boundaries.synchronise import Boundaries
 from thinwire.lab.network import Network
 from thinwire.pipeline.pipeline import Pipeline
@@ -61,14 +63,13 @@ class RankedStage:
     def __init__(self, row: Row, setup: Scratch, microbatches: int) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         self.first, self.last = rank == 0, rank == size - 1
-        self.module = stages_of(Setup(size, width=setup.width, length=setup.length, seed=0))[rank]
-        projected = projected_of(row, setup)
-        around = self.module if projected is None else projected.around(self.module, rank, size, setup.width)
+        stages = bounded_stages(row, replace(setup, stages=size), 0)
+        self.module = around = stages[rank]
         self.stage = CompressedStage(around, rank, size, torch.device("cpu"), wire=wire_of(row), seed=0)
         self.pipe = Pipeline([self.stage])
-        self.boundaries = None if projected is None else Boundaries([self.stage])
+        self.boundaries = Boundaries([self.stage]) if isinstance(around, BoundedStage) else None
         self.schedule: Any = ScheduleGPipe(self.stage, microbatches, loss_fn=loss_of)
-        self.optimiser = torch.optim.AdamW(self.module.parameters(), betas=(0.9, 0.95), foreach=True)
+        self.optimiser = Optimisers(setup, [around])
 
     def step(self, batch: torch.Tensor, rate: float) -> float | None:
         """Train on a batch of bytes at a learning rate; the loss on the last rank."""
@@ -79,8 +80,7 @@ class RankedStage:
         with self.pipe.step():
             target = {"target": y, "losses": losses} if self.last else {}
             self.schedule.step(*((x,) if self.first else ()), **target, **more)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
+        self.optimiser.set_rate(rate)
         self.optimiser.step()
         if self.boundaries is not None:
             self.boundaries.step(rate)

@@ -12,6 +12,7 @@ from thinwire.errors import UsageError
 DENSE = "dense bf16"
 BF16: Mapping[str, Any] = {"codec": "cast", "to": "bf16"}
 TOKENS = 0.5  # rate of token means, where a row has them
+NEXT = 0.1  # the same of gradients, by the token that comes next
 PUBLISHED_SHARE = 160 / 1024  # of the width: the rank of the published fixed subspace
 
 
@@ -22,10 +23,10 @@ class Row:
     name: in tables. codec: both ways, as in a `[wire]` table. back: that of gradients, where it is another.
     share: of the width that crosses in a subspace; 1: everything, without one.
     rate: of the subspace, relative to the model's; 0: it stays as it begins. anchors: of tokens, beside it.
-    tokens: rate of the token means that messages forward are coded against; 0: there are none.
+    tables: has every receiving stage a vector per token for what does not cross?
+    tokens, next: rates of the token means that messages forward and back are coded against; 0: there are none.
+    through: does the gradient pass through the scales of codes forward?
     phases: (share of the steps, bits forward, bits back): what holds from there on; bits of Transforms.
-    kept: are errors of gradients kept by token at the sending end, and sent with the next step's?
-    tilt: bits that the first boundary has more forward and fewer back; the last one the other way round.
     """
 
     name: str
@@ -33,17 +34,18 @@ class Row:
     share: float = 1.0
     rate: float = 0.0
     anchors: int = 0
+    tables: bool = False
     back: Mapping[str, Any] = field(default_factory=dict)
     tokens: float = 0.0
+    next: float = 0.0
+    through: bool = False
     phases: Sequence[tuple[float, float, float]] = ()
-    kept: bool = False
-    tilt: float = 0.0
 
     @property
     def messages(self) -> bool:
         """Can it be had with messages? Bits that change within a run, and the bound of all codes, cannot."""
         own = {name for way in (self.codec, self.back) for name in way}
-        return not (self.phases or self.kept or self.tilt or own.intersection(FORMULAS))
+        return not (self.phases or own.intersection(FORMULAS))
 
     @property
     def formulas(self) -> bool:
@@ -63,11 +65,11 @@ def _rotated(bits: int, scale: str = "absmax") -> Mapping[str, Any]:
     return {"codec": "rotated", "inner": _direct(bits, scale)}
 
 
-FORMULAS = ("ideal", "sized", "masked")  # what a way has beside what a `[wire]` table has
+FORMULAS = ("ideal",)  # what a way has beside what a `[wire]` table has
 
 
-def _transform(bits: float, every: int = 0, **more: bool) -> Mapping[str, Any]:
-    return {"codec": "transform", "bits": bits, "every": every, **{name: True for name in more if more[name]}}
+def _transform(bits: float, every: int = 0, ideal: bool = False) -> Mapping[str, Any]:
+    return {"codec": "transform", "bits": bits, "every": every, **({"ideal": True} if ideal else {})}
 
 
 def configured(way: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,35 +125,39 @@ ROWS = {
 
 
 NAME = re.compile(
-    r"(?P<ideal>ideal )?tokens \+ basis (?P<bits>[\d.]+ back [\d.]+)( every (?P<every>\d+))?"
-    r"(?P<masked> masked)?(?P<sized> sized)?(?P<kept> kept)?( tilt (?P<tilt>-?[\d.]+))?"
+    r"(?P<ideal>ideal )?tokens(?P<both> both ways)? \+ (?P<kind>basis|normal) (?P<bits>[\d.]+ back [\d.]+)"
+    r"( every (?P<every>\d+))?(?P<through> through)?( of (?P<share>[\d.]+))?"
     r"(?P<phases>(, [\d.]+ back [\d.]+ from [\d.]+)*)"
 )
+TABLES = re.compile(r"bf16 of (?P<share>[\d.]+)")
 
 
 def row_of(name: str) -> Row:
-    """The row of a name: one of ROWS, or one like "tokens + basis 6 back 4 kept tilt 0.5, 2 back 2 from 0.1".
+    """The row of a name: one of ROWS, or one like "tokens both ways + normal 2 back 2 through of 0.5".
 
-    every: steps between books, otherwise 100. masked, sized: as of TransformCode. kept, tilt: as of Row. After a
-    comma: bits forward, bits back, and the share of the steps from which they hold. ideal before all of it: as the best
-    codes of so many bits would err.
+    normal: rotated at random; basis: forward in a learnt one, with a book in `every` so many steps, otherwise 100.
+    both ways: gradients are coded against means too. through: the gradient passes through the scales of codes.
+    of: that share of the width crosses, and every receiving stage has a table of tokens. ideal: as the best codes of so
+    many bits would err. After a comma: bits forward, bits back, and the share of the steps from which they hold.
+    "bf16 of 0.5" is such a share in bfloat16.
     """
     if name in ROWS:
         return ROWS[name]
+    if found := TABLES.fullmatch(name):
+        return Row(name, BF16, float(found["share"]), tables=True)
     found = NAME.fullmatch(name)
     if found is None:
         raise UsageError(f"{name!r} is no row; rows are {', '.join(ROWS)}")
-    every, ideal, sized = int(found["every"] or 100), bool(found["ideal"]), bool(found["sized"])
-    there = {"ideal": ideal, "masked": bool(found["masked"])}
+    every, ideal = int(found["every"] or 100) if found["kind"] == "basis" else 0, bool(found["ideal"])
     forward, back = map(float, found["bits"].split(" back "))
     phases: list[Any] = []
     for phase in found["phases"].split(", ")[1:]:
         bits, share = phase.split(" from ")
         phases.append((float(share), *map(float, bits.split(" back "))))
     return Row(
-        name, _transform(forward, every, **there), tokens=TOKENS, phases=tuple(phases),
-        back=_transform(back, every if sized else 0, ideal=ideal, sized=sized), kept=bool(found["kept"]),
-        tilt=float(found["tilt"] or 0),
+        name, _transform(forward, every, ideal), float(found["share"] or 1), tables=bool(found["share"]),
+        back=_transform(back, ideal=ideal), tokens=TOKENS, next=NEXT if found["both"] else 0.0,
+        through=bool(found["through"]), phases=tuple(phases),
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire.bench.one_process.crossing import Crossing, cross
-from thinwire.boundaries.projected import Projected
+from thinwire.boundaries.projected import BoundedStage
 from thinwire.boundaries.synchronise import Boundaries
 from thinwire.config.wire import Wire
 from thinwire.memory.token_means import following
@@ -33,31 +33,21 @@ class InProcess:
 class Sequence:
     """All stages of a model, trained as a pipeline would.
 
-    modules: of the stages, in order. wire: of all boundaries. width: of the hidden states.
-    projected: how boundaries learn; None: hidden states cross whole. seed: the run's.
+    stages: in order; where boundaries are in a subspace, as Projected.around makes them. wire: of all boundaries.
+    width: of the hidden states. seed: the run's.
     """
 
-    def __init__(
-        self, modules: list[nn.Module], wire: Wire, width: int, projected: Projected | None = None, seed: int = 0
-    ) -> None:
-        self.modules = modules
-        last = len(modules)
-        device = next(modules[0].parameters()).device
+    def __init__(self, stages: list[nn.Module], wire: Wire, width: int, seed: int = 0) -> None:
+        last = len(stages)
+        device = next(stages[0].parameters()).device
         self.mixed = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-        self.stages: list[nn.Module] = [
-            module if projected is None else projected.around(module, index, last, width, device=device)
-            for index, module in enumerate(modules)
-        ]
+        self.stages = stages
         self.crossings = [Crossing(wire, boundary, seed) for boundary in range(last - 1)]
         self.boundaries: Boundaries | None = None
         self.learns = True  # do its boundaries?
-        if projected is not None:
+        if isinstance(stages[0], BoundedStage):
             self.boundaries = Boundaries([InProcess(i, module) for i, module in enumerate(self.stages)])
         self.steps = 0
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Of the model; boundaries have their own rule."""
-        return [parameter for module in self.modules for parameter in module.parameters()]
 
     def step(self, x: Tensor, y: Tensor, loss_of: Any, microbatches: int = 1) -> Tensor:
         """Gradients of the mean loss over a batch, added to .grad; returns that loss. On a card products are in bf16.

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from thinwire.bench.pipeline_options import Setup
-from thinwire.bench.pipeline_ranks import loss_of, stages_of
+from thinwire.bench.pipeline_ranks import loss_of
 from thinwire.bench.scratch.corpus import text
+from thinwire.bench.scratch.model import first_hidden, stages_of
+from thinwire.bench.scratch.optimisers import Optimisers
 from thinwire.bench.scratch.options import Scratch
 from thinwire.bench.scratch.rows import DENSE, ROWS, Row
 from thinwire.bench.scratch.sequence import Sequence
@@ -21,21 +22,35 @@ from thinwire.config.wire import Wire
 
 def sequence_of(row: Row, setup: Scratch, seed: int) -> Sequence:
     """The model of a seed, with boundaries as the row says."""
-    size = Setup(setup.stages, width=setup.width, length=setup.length, seed=seed, vocabulary=setup.vocabulary)
-    modules = [module.to(setup.device) for module in stages_of(size)]
-    return Sequence(modules, wire_of(row), setup.width, projected_of(row, setup), seed)
+    modules = [module.to(setup.device) for module in bounded_stages(row, setup, seed)]
+    return Sequence(modules, wire_of(row), setup.width, seed)
+
+
+def bounded_stages(row: Row, setup: Scratch, seed: int) -> list[nn.Module]:
+    """The model's stages, each between its boundaries where hidden states do not cross whole."""
+    stages = stages_of(setup, seed)
+    projected = projected_of(row, setup)
+    if projected is None:
+        return stages
+    embedding = first_hidden(stages) if row.tables else None
+    bounded = [projected.around(stage, i, setup.stages, setup.width) for i, stage in enumerate(stages)]
+    for one in bounded:
+        if embedding is not None:
+            one.fill_table(embedding)
+    return list(bounded)
 
 
 def wire_of(row: Row) -> Wire:
     """The row's codecs."""
-    return Wire.of({"forward": {**row.codec, "tokens": row.tokens}, "backward": row.back or row.codec})
+    forward = {**row.codec, "tokens": row.tokens, "scale_gradient": row.through}
+    return Wire.of({"forward": forward, "backward": {**(row.back or row.codec), "tokens": row.next}})
 
 
 def projected_of(row: Row, setup: Scratch) -> Projected | None:
     """How the row's boundaries learn; None where hidden states cross whole."""
     if row.share == 1:
         return None
-    return Projected(row.rank(setup.width), row.anchors, setup.vocabulary, rate=row.rate)
+    return Projected(row.rank(setup.width), row.anchors, setup.vocabulary, rate=row.rate, tables=row.tables)
 
 
 def train(
@@ -47,8 +62,7 @@ def train(
     """
     samples, held_out = (part.to(setup.device) for part in text(setup, seed))
     model = sequence_of(row, setup, seed)
-    fast = {"fused": True} if samples.is_cuda else {"foreach": True}
-    optimiser = torch.optim.AdamW(model.parameters(), lr=setup.rate, betas=(0.9, 0.95), **fast)
+    optimiser = Optimisers(setup, model.stages)
     limit = setup.steps if target is None else int(setup.steps * setup.most)
     losses: list[tuple[int, float]] = []
     computing = 0.0
@@ -75,11 +89,12 @@ def train(
 
 
 def _open(
-    model: Sequence, optimiser: torch.optim.Optimizer, setup: Scratch, samples: Tensor, held_out: Tensor, seed: int
+    model: Sequence, optimiser: Optimisers, setup: Scratch, samples: Tensor, held_out: Tensor, seed: int
 ) -> list[tuple[int, float]]:
     """Held-out losses without the boundaries, from now on: at once, and after so many steps of dense training. With
     `ramp` that share of the steps opens the boundaries little by little."""
-    plain = Sequence(model.modules, wire_of(ROWS[DENSE]), setup.width, seed=seed)
+    bare = [stage.module if isinstance(stage, BoundedStage) else stage for stage in model.stages]
+    plain = Sequence(bare, wire_of(ROWS[DENSE]), setup.width, seed)
     opening = Opening(model, plain)
     losses = [(0, _held_out(plain, held_out))]
     for step in range(setup.opened):
@@ -112,11 +127,10 @@ def _held_out(model: Sequence, samples: Tensor) -> float:
     return float(torch.stack(parts).sum() / len(samples))
 
 
-def _train_step(model: Sequence, optimiser: torch.optim.Optimizer, batch: Tensor, rate: float) -> None:
+def _train_step(model: Sequence, optimiser: Optimisers, batch: Tensor, rate: float) -> None:
     optimiser.zero_grad()
     model.step(batch[:, :-1], batch[:, 1:], loss_of)
-    for group in optimiser.param_groups:
-        group["lr"] = rate
+    optimiser.set_rate(rate)
     optimiser.step()
     if model.boundaries is not None:
         model.boundaries.step(rate, skipped=not model.learns)

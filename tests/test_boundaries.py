@@ -25,12 +25,17 @@ def trains(names: Iterable[str]) -> list[Case]:
     return [functools.partial(cases.trains_as_straight_line_code, name) for name in names]
 
 
+def with_tokens(*runs: tuple[str, tw.parallel.Projected]) -> list[Case]:
+    return [functools.partial(cases.tokens_train_as_straight_line_code, name, config) for name, config in runs]
+
+
 CASES: dict[int, list[Case]] = {
     2: [
-        *trains(SCHEDULES), cases.anchors_train_as_straight_line_code, cases.resumed_boundaries_have_the_same_bits,
-        cases.skipped_step_moves_nothing, cases.damaged_message_is_found, cases.ranks_must_agree,
+        *trains(SCHEDULES), *with_tokens(("1F1B", cases.ANCHORED), ("1F1B", cases.TABLED), ("ZBV", cases.BOTH)),
+        cases.resumed_boundaries_have_the_same_bits, cases.skipped_step_moves_nothing,
+        cases.damaged_message_is_found, cases.ranks_must_agree,
     ],
-    4: [*trains(("1F1B", "ZBV")), functools.partial(cases.replicas_train_as_one, cases.ANCHORED)],
+    4: [*trains(("1F1B", "ZBV")), functools.partial(cases.replicas_train_as_one, cases.BOTH)],
 }  # fmt: skip
 
 
@@ -94,6 +99,29 @@ def test_a_boundary_opens_from_what_was_learnt_to_a_plain_stage():
     assert not torch.allclose(found[0], found[2], atol=1e-3)
 
 
+def test_a_filled_table_gives_back_what_of_the_embedding_does_not_cross():
+    """Blocks that are nothing: three stages compute the embedding, whose values outside the basis were lost before."""
+    torch.manual_seed(0)
+    embedding, tokens = nn.Embedding(7, 6), torch.randint(7, (2, 5))
+    config = tw.parallel.Projected(2, vocabulary=7, rate=0, tables=True)
+    blocks = [embedding, nn.Identity(), nn.Identity()]
+    stages = [config.around(block, index, 3, 6) for index, block in enumerate(blocks)]
+    assert [len(stage.trained()) for stage in stages] == [1, 1, 1]
+
+    def passed_on() -> torch.Tensor:
+        x = tokens
+        for stage in stages:
+            x = stage(x, tokens=tokens)
+        return x
+
+    assert not torch.allclose(passed_on(), embedding(tokens), atol=0.1)
+    for stage in stages:
+        stage.fill_table(embedding.weight)
+    assert torch.allclose(passed_on(), embedding(tokens), atol=1e-6)
+    with pytest.raises(UsageError, match=r"fill_table: .*\(6, 7\).*\(7, 6\)"):
+        stages[1].fill_table(embedding.weight.T)
+
+
 @pytest.mark.slow
 def test_the_basis_finds_the_space_of_the_data():
     """Reconstruction loss of data in a subspace of the rank: its optimum is that subspace."""
@@ -118,6 +146,8 @@ def test_the_basis_finds_the_space_of_the_data():
         ({"rank": 4, "every": True}, "every = True"),
         ({"rank": 4, "rate": -1}, "rate = -1: must be a number, 0 or more"),
         ({"rank": 4, "anchors": 2}, "anchors = 2: needs vocabulary"),
+        ({"rank": 4, "tables": True}, "tables = True: needs vocabulary"),
+        ({"rank": 4, "tables": 1, "vocabulary": 5}, "tables = 1: must be true or false"),
     ],
 )
 def test_mistakes_are_named(arguments, words):
@@ -133,6 +163,9 @@ def test_a_boundary_says_what_it_cannot_take():
     anchored = tw.parallel.Projected(2, anchors=1, vocabulary=5).around(nn.Identity(), 0, 2, 8)
     with pytest.raises(UsageError, match="tokens=ids"):
         anchored(torch.zeros(1, 8))
+    tabled = tw.parallel.Projected(2, vocabulary=5, tables=True).around(nn.Identity(), 1, 2, 8)
+    with pytest.raises(UsageError, match=r"^a boundary with tables needs .*tokens=ids.* on every rank$"):
+        tabled(torch.zeros(1, 2))
     pair = tw.parallel.Projected(2).around(nn.Identity(), 0, 2, 8)
     pair.module = nn.RNN(8, 8)
     with pytest.raises(UsageError, match="one tensor, not tuple"):

@@ -242,8 +242,7 @@ def build(
         decided = Wire.of(decision.wire).with_epoch(batches.steps_per_epoch, config.optim.accumulate)
         wire = _with_embedding(with_fitting_rank(decided, named, say), config, blueprint)
         wire = replace(wire, streams=given.streams)
-    table = asked.wire if decision is None else decision.wire
-    wire = _where_rows_pay(wire, table, config, blueprint, used, say)
+    wire = _where_rows_pay(wire, (decision or asked).wire, config, blueprint, used, say)
     blueprint = replace(blueprint, by_rows=wire.embedding is not None and wire.embedding.sync == "rows")
     rows = _tie_by_rows(config, wire, mesh, stages, named) if blueprint.by_rows else None
     plan = Plan(config.mesh.schedule, sends=None if decision is None else decision.picked())
@@ -252,11 +251,13 @@ def build(
         if config.mesh.pp == 1
         else Piped(_as_decided(config, decision), wire, plan, mesh, stages, len(samples.train), say)
     )
+    named |= engine.tables.named()
     steps = _say_if_once(config, wire, batches.steps_per_epoch, say)
-    chosen = select(config, wire, decision, stages, named)
+    by_stage = names_by_stage(stages, engine.tables.names)
+    chosen = select(config, wire, decision, stages, named, engine.tables.names)
     tied = next((stage.tied for stage in stages.values() if stage.tied), None)  # where another rank has a copy too
     shared = [] if config.mesh.pp == 1 else next(iter(stages.values())).shared
-    update = Update(config, chosen, mesh, named, tied, rows, batches.steps_per_epoch, names_by_stage(stages), shared)
+    update = Update(config, chosen, mesh, named, tied, rows, batches.steps_per_epoch, by_stage, shared)
     engine.tell_progress(update.watch)
     return Parts(config, mesh, blueprint, stages, named, decision, engine, update, samples, batches, steps)
 

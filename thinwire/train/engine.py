@@ -27,6 +27,7 @@ from thinwire.train.model.boundaries import bounded, learned_boundaries
 from thinwire.train.model.casting import casting
 from thinwire.train.model.opening import Opening
 from thinwire.train.model.stage import Stage
+from thinwire.train.model.tables import Tables
 from thinwire.train.model.tensor_parallel import Sliced
 from thinwire.train.task.scores import Scores
 
@@ -62,6 +63,7 @@ class Alone:
         self.device = next(stage.parameters()).device
         self.scores = _scores(stage, self.device)
         self.opening = Opening(config, {0: stage})
+        self.tables = Tables({}, {})
 
     def run(
         self, batch: Batch, train: bool, upcoming: Tensor | None = None, done: Callable[[], None] | None = None
@@ -142,6 +144,7 @@ class Piped:
         modules = self.opening.around(modules)
         if projected is not None:
             modules = bounded(projected, modules, self.rank_of, hidden, self.device)
+        self.tables, self.tabled = Tables(modules, stages), config.boundary.tables
         self.parts = [
             CompressedStage(
                 module, index, len(self.rank_of), self.device, group=mesh.pp, wire=wire, seed=config.run.seed,
@@ -246,11 +249,13 @@ class Piped:
 
     def learned(self) -> dict[str, Tensor]:
         """The state of boundaries that learn; empty without any."""
-        return {} if self.boundaries is None else self.boundaries.state_dict()
+        marked = {"tables": torch.tensor(1)} if self.tabled else {}  # they themselves are weights of the model
+        return {} if self.boundaries is None else self.boundaries.state_dict() | marked
 
     def load_learned(self, state: dict[str, Tensor], same_cut: bool) -> None:
         """Go on from a `learned`; same_cut: it is of the same split, to which boundaries belong."""
-        if bool(state) != (self.boundaries is not None) or (state and not same_cut):
+        same = bool(state) == (self.boundaries is not None) and ("tables" in state) == self.tabled
+        if not same or (state and not same_cut):
             raise UsageError(
                 "[boundary] rank: learned boundaries belong to the split of their pipeline, and the checkpoint has "
                 f"{'other ones' if state else 'none'}: resume with its [mesh] and [boundary]"

@@ -74,8 +74,10 @@ class Trainer:
         self.sites: Member | None = None  # where there are several
         if found is not None:
             self._load(found)
-        elif config.mesh.sites > 1:
-            self.sites = self._join_sites(0)
+        else:
+            self.parts.engine.tables.begin(self.parts.blueprint, config.run.seed, self.parts.mesh.dp)
+            if config.mesh.sites > 1:
+                self.sites = self._join_sites(0)
         if self.sites is not None:
             self.sites.begin()
         if self.rank == 0:

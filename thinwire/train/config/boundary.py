@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thinwire.errors import UsageError
-from thinwire.train.config.fields import key, number, whole
+from thinwire.train.config.fields import flag, key, number, whole
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,7 @@ class BoundaryConfig:
 
     rank: int = key(0, whole(0), "of a hidden state's values so many cross, in a basis that learns; 0: all of them")
     anchors: int = key(0, whole(0), "rank of a token's own vector, which both ends know and does not cross; 0: none")
+    tables: bool = key(False, flag(), "every receiving stage adds a token's vector of its own table, which is trained")
     rate: float = key(0.1, number(0, float("inf")), "of the basis, times lr; 0: it stays as it begins")
     every: int = key(1, whole(1), "the basis learns in every so many-th step")
     open: int = key(0, whole(0), "the boundaries of the model at [model] path open over so many steps; 0: at once")
@@ -21,6 +22,8 @@ class BoundaryConfig:
     def __post_init__(self) -> None:
         if self.rank and self.open:
             raise UsageError(f"[boundary] open = {self.open}: boundaries either learn (rank) or open: leave one out")
+        if self.tables and not self.rank:
+            raise UsageError("[boundary] tables = true: goes with rank alone: give a rank, or leave tables out")
 
     def check_path(self, path: str | None) -> None:
         """UsageError where boundaries shall open and no model has them. path: `[model] path`."""

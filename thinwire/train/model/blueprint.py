@@ -140,10 +140,21 @@ def named_parameters(stages: Mapping[int, Stage]) -> dict[str, nn.Parameter]:
     return named
 
 
-def names_by_stage(stages: Mapping[int, Stage]) -> dict[int, list[str]]:
-    """By stage, what is trained in it; a weight shared by two stages has one name, and is in both."""
+def names_by_stage(stages: Mapping[int, Stage], tables: Mapping[int, str]) -> dict[int, list[str]]:
+    """By stage, what is trained in it; a weight shared by two stages has one name, and is in both.
+
+    tables: the names of boundaries' tables (tables.py), by stage."""
     names = {id(weight): name for name, weight in named_parameters(stages).items()}
-    return {index: [names[id(w)] for w in stage.parameters() if id(w) in names] for index, stage in stages.items()}
+    own = {index: [names[id(w)] for w in stage.parameters() if id(w) in names] for index, stage in stages.items()}
+    return {index: [*found, tables[index]] if index in tables else found for index, found in own.items()}
+
+
+def token_embedding(blueprint: Blueprint, seed: int) -> Tensor:
+    """The table of the tokens' embeddings as it is at first, on the CPU: the same on every rank, whichever holds it.
+
+    seed: of random weights."""
+    name = blueprint.family.embedding
+    return next(weight for _, weight in _weights(blueprint, {name: blueprint.shapes[name]}, seed)).to(blueprint.dtype)
 
 
 def _build(
@@ -152,7 +163,8 @@ def _build(
     full = skeleton(blueprint.config)
     kind = Stage if blueprint.family.task == "causal" else EncoderStage
     stage = kind(full, blueprint.layers[index], index, blueprint.stages, recompute)
-    for name, weight in _weights(blueprint, stage, seed):
+    shapes = {name: weight.shape for name, weight in stage.named_parameters()}
+    for name, weight in _weights(blueprint, shapes, seed):
         owner, _, leaf = name.rpartition(".")
         setattr(stage.get_submodule(owner), leaf, nn.Parameter(weight.to(device, blueprint.dtype)))
     if tp is not None:
@@ -180,8 +192,8 @@ def _share(stages: Sequence[Stage]) -> None:
             setattr(stage.get_submodule(owner), leaf, stages[0].get_parameter(name))
 
 
-def _weights(blueprint: Blueprint, stage: Stage, seed: int) -> Iterable[tuple[str, Tensor]]:
-    shapes = {name: weight.shape for name, weight in stage.named_parameters()}
+def _weights(blueprint: Blueprint, shapes: Mapping[str, torch.Size], seed: int) -> Iterable[tuple[str, Tensor]]:
+    """The model's parameters of these names: read, or random."""
     if blueprint.model.path is None:
         tied = {HEAD: blueprint.family.embedding} if blueprint.config.tie_word_embeddings else {}
         for name, shape in shapes.items():

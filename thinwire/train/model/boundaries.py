@@ -1,6 +1,6 @@
 """Learned boundaries of a run: around its stages, and beside its exported model, with the hooks that put them back in.
 
-out/model/boundaries.safetensors     {layer before which the boundary lies}/basis, and tokens and lift of its anchors
+out/model/boundaries.safetensors     {layer before which the boundary lies}/basis; tokens and lift of its anchors; table
 
 transformers loads the folder as it is, but that model computes something else: the residual stream then passes whole
 where training cut it. `attach_boundaries(model, folder)` cuts it in the same places.
@@ -29,7 +29,7 @@ def learned_boundaries(config: TrainConfig, vocabulary: int) -> Projected | None
     given = config.boundary
     if not given.rank:
         return None
-    return Projected(given.rank, given.anchors, vocabulary, given.rate, given.every, config.run.seed)
+    return Projected(given.rank, given.anchors, vocabulary, given.rate, given.every, config.run.seed, given.tables)
 
 
 def bounded(
@@ -44,7 +44,7 @@ def bounded(
 
 
 def by_layer(ends: Mapping[int, nn.Module], layers: tuple[range, ...]) -> dict[str, Tensor]:
-    """What the file holds. ends: by boundary. layers: of each stage."""
+    """What the file holds, but for tables. ends: by boundary. layers: of each stage."""
     return {
         f"{layers[boundary + 1].start}/{name}": value.detach().cpu()
         for boundary, end in ends.items()
@@ -88,19 +88,25 @@ def attach_boundaries(model: Any, folder: str | Path) -> list[Any]:
 def cutting(own: Mapping[str, Tensor], seen: Mapping[str, Tensor], share: Callable[[], float] = lambda: 0.0) -> Any:
     """A hook that leaves of a layer's hidden states what crosses its boundary.
 
-    own: of the boundary. seen: has the "tokens" of the call, for anchors. share: of what does not cross, kept too.
+    own: of the boundary. seen: has the "tokens" of the call, for anchors and the table. share: of what does not cross,
+    kept too.
     """
+    held = dict(own)
 
     def cut(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if share() == 1:
             return args, kwargs
         named = "hidden_states" in kwargs
         x: Tensor = kwargs["hidden_states"] if named else args[0]
-        basis = own["basis"].to(x)
+        if held["basis"].device != x.device:
+            held.update({name: value.to(x.device) for name, value in own.items()})
+        basis = held["basis"].to(x)
         anchor: Tensor | float = 0.0
-        if "tokens" in own:
-            anchor = functional.embedding(seen["tokens"], own["tokens"].to(x)) @ own["lift"].to(x)
+        if "tokens" in held:
+            anchor = functional.embedding(seen["tokens"], held["tokens"].to(x)) @ held["lift"].to(x)
         y = (x - anchor) @ basis @ basis.T + anchor
+        if "table" in held:
+            y = y + functional.embedding(seen["tokens"], held["table"]).to(x)
         y = y + share() * (x - y)
         return (args, {**kwargs, "hidden_states": y}) if named else ((y, *args[1:]), kwargs)
 

@@ -32,9 +32,11 @@ class Opening:
         self.seen: dict[str, Tensor] = {}
         self.share = 1.0
         found = read_boundaries(Path(config.model.path or "")) if self.steps else {}
-        self.needs_tokens = any("tokens" in own for own in found.values())
+        self.needs_tokens = any("tokens" in own or "table" in own for own in found.values())
         if self.needs_tokens and config.run.recompute:
-            raise UsageError("[boundary] open: boundaries with anchors do not open under [run] recompute: leave it out")
+            raise UsageError(
+                "[boundary] open: boundaries with anchors or tables do not open under [run] recompute: leave it out"
+            )
         for stage in stages.values():
             layers = stage.get_submodule(stage.family.root).get_submodule(stage.family.layers)
             for number, layer in layers.named_children():
@@ -52,7 +54,7 @@ class Opening:
         self.share = min(1.0, (step + 1) / self.steps) if train and self.steps else 1.0
 
     def around(self, modules: dict[int, nn.Module]) -> dict[int, nn.Module]:
-        """The stages' modules; they are called with `tokens` where boundaries have anchors."""
+        """The stages' modules; they are called with `tokens` where boundaries have anchors or tables."""
         return {i: Told(module, self.seen) if self.needs_tokens else module for i, module in modules.items()}
 
 

@@ -46,12 +46,14 @@ def publish(parts: Parts, folder: str | Path, shared: bool) -> Path:
 
 
 def _write_boundaries(parts: Parts, target: Path) -> None:
-    """Beside the model, where boundaries learn: each is its sender's to save."""
+    """Beside the model, where boundaries learn: each is its sender's to save, but for a table, the receiver's."""
     boundaries = parts.engine.boundaries if isinstance(parts.engine, Piped) else None
     if not parts.config.boundary.rank:
         return
     ends = boundaries.senders if boundaries is not None and parts.mesh.replica == 0 else {}
-    whole = {n: w for part in tensors_on_first(by_layer(ends, parts.blueprint.layers)) for n, w in part.items()}
+    mine = by_layer(ends, parts.blueprint.layers)
+    mine |= parts.engine.tables.saved() if parts.mesh.replica == 0 else {}
+    whole = {n: w for part in tensors_on_first(mine) for n, w in part.items()}
     if dist.get_rank() == 0:
         write_tensors(whole, target / FILE)
 

@@ -5,7 +5,7 @@ optim/<name>/<field>           the optimiser's, of one site; with several they a
 gradient-<place>/…, …          compression between replicas; with several sites after "site-<s>/"
 local-<kind>/<part>/rank<s>of<S>/…   all in which sites differ (sites/averaging.py)
 rank-<r>/…                     the pipeline's memory, generators, bytes sent
-boundaries/…                   learned boundaries
+boundaries/…                   learned boundaries; their tables are weights
 data/…, cut, sites, …          the same on all ranks
 """
 
@@ -104,14 +104,14 @@ class Snapshot:
         state = self.placed(state)
         before, now = int(state.get("sites", 1)), parts.config.mesh.sites
         same = self._check_split(torch.equal(state["cut"], self.parts.cut), before, now, source)
+        learned = {n.removeprefix("boundaries/"): v for n, v in state.items() if n.startswith("boundaries/")}
+        parts.engine.load_learned(learned, same)
         self._put_weights(state, source)
         inside = state if before == 1 else {n.removeprefix(self.of_site): v for n, v in state.items()}
         parts.update.load_state_dict(inside, same)
         memory = {n.removeprefix(f"{own}pipeline/"): v for n, v in state.items() if n.startswith(f"{own}pipeline/")}
         if memory and same:
             parts.engine.load_state_dict(memory)
-        learned = {n.removeprefix("boundaries/"): v for n, v in state.items() if n.startswith("boundaries/")}
-        parts.engine.load_learned(learned, same)
         if f"{own}rng" in state:
             torch.set_rng_state(state[f"{own}rng"])
             self.totals.load(state[f"{own}sent"])

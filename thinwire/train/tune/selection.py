@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import nn
 
@@ -22,9 +23,13 @@ from thinwire.train.tune.auto import Decision
 
 def select(
     config: TrainConfig, wire: Wire, decision: Decision | None, stages: Mapping[int, Stage],
-    named: Mapping[str, nn.Parameter],
+    named: Mapping[str, nn.Parameter], tables: Mapping[int, str] = MappingProxyType({}),
 ) -> Wire:  # fmt: skip
-    """The wire as this rank's reducer uses it; `decision`: the planner's, where stages are chosen by slack."""
+    """The wire as this rank's reducer uses it.
+
+    decision: the planner's, where stages are chosen by slack. named: the parameters by name; tables: which of them are
+    boundaries', by stage.
+    """
     if wire.gradient is None:
         return wire
     if wire.gradient.stages == SLACK:
@@ -33,6 +38,7 @@ def select(
     else:
         chosen = chosen_stages(wire.gradient.stages, len(config.mesh.plan().rank_of))
     left_out = {n for i, stage in stages.items() if i not in chosen for n, _ in stage.named_parameters()}
+    left_out |= {name for index, name in tables.items() if index not in chosen}
     if config.mesh.tp > 1:  # what is not split must have the same bits on all tensor-parallel ranks
         left_out |= {name for name, p in named.items() if dim_cut(p) is None}
     exclude = (*wire.gradient.exclude, *sorted(left_out & named.keys()))

@@ -98,7 +98,7 @@ def states_of_another_revision_are_refused() -> None:
         run.train(step, 8)
     saved = run.pipe.state_dict()
     older = {name: value for name, value in saved.items() if "/revision/" not in name}
-    for state, now, then in ((older, 2, 1), (saved, 3, 2)):
+    for state, now, then in ((older, 2, 1), (saved, 4, 3)):
         with (
             mock.patch.object(Transform, "revision", now),
             refused(f"the state is of Transform, revision {then}, and this thinwire has revision {now}"),

@@ -249,6 +249,23 @@ def test_a_token_s_mean_is_that_of_its_first_visits_and_then_follows():
     assert means.visits.tolist() == [0, 0, 0, 4] and float(means.table[3]) == pytest.approx(1.25)
 
 
+@pytest.mark.parametrize("bits", [0.5, 1, 2.5, 3, 4])
+def test_what_arrives_has_its_own_length_along_what_was_sent(bits):
+    """Rows with a few large values are clipped, and yet not drawn to zero: per row to half a step of the scale, and on
+    average over rotations to much less. Of a width whose blocks reach over rows too."""
+    for width in (64, 48):
+        x = torch.randn(64, width, generator=torch.Generator().manual_seed(0)) ** 3
+        codec, along = Transform(bits), []
+        for seed in range(40):
+            y = codec.decode(codec.encode(x, seed), x.shape, x.dtype, seed)
+            if width == 64:
+                along.append((y * x).sum(1) / x.square().sum(1))
+            else:
+                along.append((y * x).sum()[None] / x.square().sum())
+        assert all(float((one - 1).abs().max()) < 0.023 for one in along)
+        assert float(torch.stack(along).mean()) == pytest.approx(1, abs=0.004)
+
+
 @given(st.integers(1, 4), st.integers(0, 2**31))
 def test_a_gradient_passes_through_the_scale(rows: int, seed: int):
     """Euler's identity of a code whose steps follow the scale: J·z = C(z), so z·Jᵀg = C(z)·g for every g, row by row;

@@ -1,6 +1,6 @@
 """Transform coding: a basis in which values differ much in variance, and bits for each component by its variance.
 
-    sender     s = rms of a row ;  y = Vᵀx/s ;  q = ⌊y/Δ⌋, clipped to 2^b codes           Δ, b: per component
+    sender     r = rms of a row ;  y = Vᵀx/r ;  q = ⌊y/Δ⌋, clipped to 2^b codes           Δ, b: per component
     receiver   x̂ = s·V·(q + ½)·Δ/(1 − E(b))              E(b): the error of b bits, 1 for none
 
 V, Δ and b are a *book* that both ends hold. Without one V is a random Hadamard rotation, another for every message, and
@@ -12,7 +12,9 @@ order by their scales, which both ends know, and each quarter of them has bits o
 
 **Why not the least error.** The nearest code draws a value to zero: of a normal y it leaves (1 − E)·y and noise. What
 trains behind it then learns on smaller values than it meets without the link. Divided by 1 − E what arrives is y and
-noise (docs/from-scratch.md has losses).
+noise (docs/from-scratch.md has losses). Rows that are not quite normal, whose large values are clipped, would still be
+drawn a little. So without a book s is the r for which x̂ has x's own length along x, ⟨x̂, x⟩ = ‖x‖², to half a step of
+s: over rotations such a code has no bias (EDEN, arXiv 2108.08842). With a book s is r, by which rows are put in order.
 
 The message: int16 scale per row, in 1/16 octaves | one bit stream, class after class: of each of its rows the lowest
 bit of all components that have one, then of each the second bit of those that have two, ….
@@ -42,6 +44,7 @@ ERROR = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000304, 0.
 OCTAVE = 16  # scales per power of two
 EMPTY = -(2**15)  # the scale of a row of zeros
 CLASSES = 4  # of rows, by their scales
+MOST_GROWTH = 8  # octaves by which a scale may differ from its row's rms
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class Transform(Codec):
         harm there. 0: none.
     """
 
-    revision: ClassVar[int] = 2  # 1: what arrived was not divided by 1 − E
+    revision: ClassVar[int] = 3  # 2: scales were the rows' rms; 1: what arrived was not divided by 1 − E either
     bits: float
     every: int = 0
     early_bits: float = 0
@@ -182,6 +185,8 @@ class Transform(Codec):
         if book.basis is not None:
             scaled = scaled @ book.basis.to(scaled.dtype)
         codes = to_codes(scaled[in_order(scale, book)], book)
+        if book.basis is None:
+            scale = torch.where(scale == EMPTY, EMPTY, scale + longer(scaled, from_codes(codes, book, rows.dtype)[0]))
         stream = [
             ((own[:, plane] >> p) & 1).view(-1)
             for own, planes in zip(codes, book.planes[part])
@@ -248,6 +253,17 @@ def from_codes(codes: Tensor, book: Book, dtype: torch.dtype) -> Tensor:
     part = book.classes(codes.shape[0] * codes.shape[1])
     bits, steps = book.bits[part, None].to(dtype), (book.steps * gain(book.bits))[part, None].to(dtype)
     return torch.where(bits > 0, (codes.to(dtype) + 0.5 - torch.exp2(bits - 1).floor()) * steps, 0)
+
+
+def longer(y: Tensor, left: Tensor) -> Tensor:
+    """By how much rows' scales grow so that what is left of them has their length along them: int16[rows, 1], in
+    1/OCTAVE octaves; 0 of rows of which nothing is left.
+
+    y: rows. left: what their codes stand for. Both [rows, d].
+    """
+    along, whole = (y * left).sum(1, keepdim=True), y.square().sum(1, keepdim=True)
+    grown = torch.where(along > 0, whole / along.clamp_min(_tiny(y)), 1)
+    return torch.round(OCTAVE * torch.log2(grown.clamp(2.0**-MOST_GROWTH, 2.0**MOST_GROWTH))).to(torch.int16)
 
 
 def gain(bits: Tensor) -> Tensor:

@@ -108,6 +108,15 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 # where every rank is given the ids of the tokens: what a hidden state has in common with others of its token is known
 # to both ends, and only the rest is sent, in as many bytes
 PRESETS["scratch-tokens"] = {**PRESETS["scratch"], "forward": {**ROTATED_FOUR_BITS, "tokens": 0.5}}
+# The same for links on which four bits are too many: codes without bias beside means both ways, of gradients by the
+# token that comes next, and the sender's gradient passes through the code's scale (memory/scale_gradient.py)
+for _name, _bits in (("scratch-two-bits", 2), ("scratch-one-bit", 1)):
+    _code = {"codec": "transform", "bits": _bits}
+    PRESETS[_name] = {
+        **PRESETS["scratch"],
+        "forward": {**_code, "tokens": 0.5, "scale_gradient": True},
+        "backward": {**_code, "tokens": 0.1},
+    }
 # Every tile of 64 × 64 sends its 64 largest values, two bits each, with error feedback
 TILES = {"codec": "tile_topk", "k": 64, "tile": 64}
 LOCAL_PRESETS: dict[str, dict[str, Any]] = {

@@ -19,6 +19,7 @@ from thinwire.bench.scratch.formulas import (
     blurred,
     class_of,
     coded,
+    lengthened,
     quantised,
     random_signs,
     rotated,
@@ -158,6 +159,8 @@ class TransformCode(FittedCode):
         """What arrives of components."""
         if self.ideal:
             return blurred(y, scale, classes, self.steps[room], self.bits[room])
+        if self.basis is None or not self.made:
+            return lengthened(y, scale, self.steps[:1], self.gaps[:1], self.bits[:1])
         return quantised(y, scale, classes, self.steps[room], self.gaps[room], self.bits[room])
 
     def _look(self, z: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Cast, Codec, Identity, Quantize, Rotated
-from thinwire.codecs.transform import OCTAVE
+from thinwire.codecs.transform import OCTAVE, longer
 from thinwire.kernels.quantize import FINE, SHRINKS, choose_scales, qmax, round_codes, spare_level
 from thinwire.kernels.scales import decode_scale, encode_scale
 
@@ -116,13 +116,27 @@ def beside_means(x: Tensor, means: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @fused
 def quantised(y: Tensor, scale: Tensor, classes: Tensor, steps: Tensor, gaps: Tensor, bits: Tensor) -> Tensor:
-    """What to_codes and from_codes leave of rows. y: float[N, d]. scale: [N, 1]. classes: int64[N], of each row.
-    steps, gaps (these over 1 − E), bits: of each class, [c, d]."""
-    step, number = steps[classes], bits[classes].float()
+    """What to_codes and from_codes leave of rows in a learnt basis. y: float[N, d]. scale: [N, 1]. classes: int64[N],
+    of each row. steps, gaps (these over 1 − E), bits: of each class, [c, d]."""
+    unit = y.float() / scale
+    return (_middles(unit, steps[classes], gaps[classes], bits[classes].float()) * scale).to(y.dtype)
+
+
+@fused
+def lengthened(y: Tensor, scale: Tensor, steps: Tensor, gaps: Tensor, bits: Tensor) -> Tensor:
+    """The same of rotated rows, whose scales are such that what is left of a row has its length along it. steps, gaps,
+    bits: [1, d]."""
+    unit = y.float() / scale
+    left = _middles(unit, steps, gaps, bits.float())
+    return (left * torch.exp2(longer(unit, left).float() / OCTAVE) * scale).to(y.dtype)
+
+
+def _middles(unit: Tensor, step: Tensor, gap: Tensor, number: Tensor) -> Tensor:
+    """Of values over their scale: what stands for their codes."""
     half = torch.exp2(number - 1).floor()
-    codes = torch.floor(y.float() / scale / step.clamp_min(TINY))
+    codes = torch.floor(unit / step.clamp_min(TINY))
     codes = torch.minimum(torch.maximum(codes, -half), torch.exp2(number) - 1 - half)
-    return (torch.where(number > 0, (codes + 0.5) * gaps[classes], 0) * scale).to(y.dtype)
+    return torch.where(number > 0, (codes + 0.5) * gap, 0)
 
 
 @fused

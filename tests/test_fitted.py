@@ -250,20 +250,19 @@ def test_a_token_s_mean_is_that_of_its_first_visits_and_then_follows():
 
 
 @pytest.mark.parametrize("bits", [0.5, 1, 2.5, 3, 4])
-def test_what_arrives_has_its_own_length_along_what_was_sent(bits):
-    """Rows with a few large values are clipped, and yet not drawn to zero: per row to half a step of the scale, and on
-    average over rotations to much less. Of a width whose blocks reach over rows too."""
-    for width in (64, 48):
-        x = torch.randn(64, width, generator=torch.Generator().manual_seed(0)) ** 3
-        codec, along = Transform(bits), []
-        for seed in range(40):
-            y = codec.decode(codec.encode(x, seed), x.shape, x.dtype, seed)
-            if width == 64:
-                along.append((y * x).sum(1) / x.square().sum(1))
-            else:
-                along.append((y * x).sum()[None] / x.square().sum())
-        assert all(float((one - 1).abs().max()) < 0.023 for one in along)
-        assert float(torch.stack(along).mean()) == pytest.approx(1, abs=0.004)
+@pytest.mark.parametrize("width", [48, 64, 192])
+def test_nothing_is_drawn_to_zero(bits, width):
+    """Rows with large values and of unlike blocks, which are clipped: along what was sent what arrives is as long, per
+    row to half a step of its scale. 48: blocks reach over rows; 192: three of them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4000, width, generator=generator) * torch.exp(torch.randn(1, width, generator=generator))
+    x *= torch.exp(torch.randn(4000, width // 16, generator=generator)).repeat_interleave(16, 1)
+    codec = Transform(bits)
+    y = codec.decode(codec.encode(x, 5), x.shape, x.dtype, 5)
+    along = (y * x).sum(1) / x.square().sum(1)
+    assert float((y * x).sum() / x.square().sum()) == pytest.approx(1, abs=0.001)
+    if width != 48:
+        assert float((along - 1).abs().max()) < 0.003 and float(along.mean()) == pytest.approx(1, abs=1e-4)
 
 
 @given(st.integers(1, 4), st.integers(0, 2**31))

@@ -13,11 +13,13 @@ order by their scales, which both ends know, and each quarter of them has bits o
 **Why not the least error.** The nearest code draws a value to zero: of a normal y it leaves (1 − E)·y and noise. What
 trains behind it then learns on smaller values than it meets without the link. Divided by 1 − E what arrives is y and
 noise (docs/from-scratch.md has losses). Rows that are not quite normal, whose large values are clipped, would still be
-drawn a little. So without a book s is the r for which x̂ has x's own length along x, ⟨x̂, x⟩ = ‖x‖², to half a step of
-s: over rotations such a code has no bias (EDEN, arXiv 2108.08842). With a book s is r, by which rows are put in order.
+drawn a little, by the more the less alike a row's blocks are. So without a book s is what makes x̂ as long as x along x,
+⟨x̂, x⟩ = ‖x‖² but for the rounding of s: over rotations such a code has no bias (EDEN, arXiv 2108.08842). A bias of 1 %
+is enough to end a training whose gradients are coded beside means, because they nearly cancel and the means are not
+made smaller (docs/log.md). With a book s is r, by which rows are put in order.
 
-The message: int16 scale per row, in 1/16 octaves | one bit stream, class after class: of each of its rows the lowest
-bit of all components that have one, then of each the second bit of those that have two, ….
+The message: int16 scale per row, in parts of octaves | one bit stream, class after class: of each of its rows the
+lowest bit of all components that have one, then of each the second bit of those that have two, ….
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ from thinwire.kernels.random import derive
 MOST_BITS = 8
 STEP = (0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)  # of unit variance, by bits
 ERROR = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000304, 0.0000877)  # mean square, with STEP
-OCTAVE = 16  # scales per power of two
+OCTAVE, FINER = 16, 128  # scales per power of two: with a book, or of float64, whose range is large; without one
 EMPTY = -(2**15)  # the scale of a row of zeros
 CLASSES = 4  # of rows, by their scales
-MOST_GROWTH = 8  # octaves by which a scale may differ from its row's rms
+MOST_GROWTH = 256.0  # by which a scale may differ from its row's rms
 
 
 @dataclass(frozen=True)
@@ -178,15 +180,17 @@ class Transform(Codec):
         unit = rows / largest.clamp_min(_tiny(rows))
         rms = unit.square().mean(1, keepdim=True).sqrt().clamp_min(_tiny(rows))
         power = torch.log2(largest.clamp_min(_tiny(rows)))
-        scale = torch.round(OCTAVE * (torch.log2(rms) + power))
-        scaled = unit * torch.exp2(power - scale / OCTAVE)
-        scale = torch.where(largest > 0, scale, EMPTY).to(torch.int16)
-        part = book.classes(len(rows))
-        if book.basis is not None:
-            scaled = scaled @ book.basis.to(scaled.dtype)
-        codes = to_codes(scaled[in_order(scale, book)], book)
+        log = torch.log2(rms) + power
         if book.basis is None:
-            scale = torch.where(scale == EMPTY, EMPTY, scale + longer(scaled, from_codes(codes, book, rows.dtype)[0]))
+            unit = unit / rms
+            codes = to_codes(unit[None], book)
+            log = log + torch.log2(longer(unit, from_codes(codes, book, unit.dtype)[0]))
+        octave = octave_of(book, rows.dtype)
+        scale = torch.where(largest > 0, torch.round(octave * log), EMPTY).to(torch.int16)
+        if book.basis is not None:
+            scaled = unit * torch.exp2(power - torch.round(octave * log) / octave) @ book.basis.to(unit.dtype)
+            codes = to_codes(scaled[in_order(scale, book)], book)
+        part = book.classes(len(rows))
         stream = [
             ((own[:, plane] >> p) & 1).view(-1)
             for own, planes in zip(codes, book.planes[part])
@@ -210,7 +214,9 @@ class Transform(Codec):
         y[order.view(-1)] = from_codes(codes, book, work).view(count, width)
         if book.basis is not None:
             y = y @ book.basis.to(work).T
-        factor = torch.exp2(scale.to(work) / (2 * OCTAVE))  # twice, so that the ends of the range are reached
+        factor = torch.exp2(
+            scale.to(work) / (2 * octave_of(book, work))
+        )  # twice, so that the ends of the range are reached
         y = torch.where(scale == EMPTY, 0, y * factor * factor)
         limit = torch.finfo(dtype).max
         if book.basis is None:
@@ -255,15 +261,19 @@ def from_codes(codes: Tensor, book: Book, dtype: torch.dtype) -> Tensor:
     return torch.where(bits > 0, (codes.to(dtype) + 0.5 - torch.exp2(bits - 1).floor()) * steps, 0)
 
 
+def octave_of(book: Book, work: torch.dtype) -> int:
+    """Scales per power of two."""
+    return OCTAVE if book.basis is not None or work == torch.float64 else FINER
+
+
 def longer(y: Tensor, left: Tensor) -> Tensor:
-    """By how much rows' scales grow so that what is left of them has their length along them: int16[rows, 1], in
-    1/OCTAVE octaves; 0 of rows of which nothing is left.
+    """By what rows are multiplied so that what is left of them has their length along them, [rows, 1]; 1 of rows of
+    which nothing is left.
 
     y: rows. left: what their codes stand for. Both [rows, d].
     """
     along, whole = (y * left).sum(1, keepdim=True), y.square().sum(1, keepdim=True)
-    grown = torch.where(along > 0, whole / along.clamp_min(_tiny(y)), 1)
-    return torch.round(OCTAVE * torch.log2(grown.clamp(2.0**-MOST_GROWTH, 2.0**MOST_GROWTH))).to(torch.int16)
+    return torch.where(along > 0, whole / along.clamp_min(_tiny(y)), 1).clamp(1 / MOST_GROWTH, MOST_GROWTH)
 
 
 def gain(bits: Tensor) -> Tensor:

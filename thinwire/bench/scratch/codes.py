@@ -160,7 +160,7 @@ class TransformCode(FittedCode):
         if self.ideal:
             return blurred(y, scale, classes, self.steps[room], self.bits[room])
         if self.basis is None or not self.made:
-            return lengthened(y, scale, self.steps[:1], self.gaps[:1], self.bits[:1])
+            return lengthened(y, self.steps[:1], self.gaps[:1], self.bits[:1])
         return quantised(y, scale, classes, self.steps[room], self.gaps[room], self.bits[room])
 
     def _look(self, z: Tensor) -> None:

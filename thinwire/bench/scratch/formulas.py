@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Cast, Codec, Identity, Quantize, Rotated
-from thinwire.codecs.transform import OCTAVE, longer
+from thinwire.codecs.transform import FINER, OCTAVE, longer
 from thinwire.kernels.quantize import FINE, SHRINKS, choose_scales, qmax, round_codes, spare_level
 from thinwire.kernels.scales import decode_scale, encode_scale
 
@@ -123,12 +123,13 @@ def quantised(y: Tensor, scale: Tensor, classes: Tensor, steps: Tensor, gaps: Te
 
 
 @fused
-def lengthened(y: Tensor, scale: Tensor, steps: Tensor, gaps: Tensor, bits: Tensor) -> Tensor:
+def lengthened(y: Tensor, steps: Tensor, gaps: Tensor, bits: Tensor) -> Tensor:
     """The same of rotated rows, whose scales are such that what is left of a row has its length along it. steps, gaps,
     bits: [1, d]."""
-    unit = y.float() / scale
+    rms = y.float().square().mean(1, keepdim=True).sqrt().clamp_min(TINY)
+    unit = y.float() / rms
     left = _middles(unit, steps, gaps, bits.float())
-    return (left * torch.exp2(longer(unit, left).float() / OCTAVE) * scale).to(y.dtype)
+    return (left * torch.exp2(torch.round(FINER * torch.log2(rms * longer(unit, left))) / FINER)).to(y.dtype)
 
 
 def _middles(unit: Tensor, step: Tensor, gap: Tensor, number: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from thinwire.errors import UsageError
 from thinwire.lab import Network
 from thinwire.memory.scale_gradient import through_code
 from thinwire.memory.token_means import TokenMeans, following
-from thinwire.pipeline.lane import Lane, Message
+from thinwire.pipeline.lane import Lane
+from thinwire.pipeline.message_choice import Message
 
 PRELOAD = ("warm", "fitted_cases")
 CASES: list[Case] = [
@@ -289,15 +290,15 @@ def test_a_sender_corrects_each_micro_batch_once():
         lane.begin(step)
         for number in range(2):
             lane.send(Message(number, None, True, tokens=ids), 0, x)
-        first = lane.correct(1, 0, g)
-        assert not torch.equal(first, g) and torch.equal(lane.correct(1, 0, g), g)
-        assert torch.equal(lane.correct(7, 0, g), g)
+        first = lane.correct(1, [g])[0]
+        assert not torch.equal(first, g) and torch.equal(lane.correct(1, [g])[0], g)
+        assert torch.equal(lane.correct(7, [g])[0], g)
         if step == 0:
             before = first
         lane.end_step(keep=True)
     lane.begin(2)
     assert not torch.allclose(first, before), "means are not what was coded"
-    assert torch.equal(lane.correct(0, 0, g), g), "the step before it is forgotten"
+    assert torch.equal(lane.correct(0, [g])[0], g), "the step before it is forgotten"
 
 
 def test_gradients_have_means_of_the_tokens_that_come_next():
@@ -341,6 +342,7 @@ def test_what_cannot_be_is_said():
             Wire.of({"forward": table})
     for table, said in (
         ({"codec": "quantize", "bits": 4, "tokens": 0.1}, "needs codec = 'transform'"),
+        ({"codec": "transform", "bits": 4, "every": 9, "tokens": 0.1}, "without `every`"),
         ({"codec": "transform", "bits": 4, "scale_gradient": True}, "is for activations"),
     ):
         with pytest.raises(UsageError, match=said):

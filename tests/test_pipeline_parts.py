@@ -22,9 +22,9 @@ from thinwire.pipeline.announce import Announcement
 from thinwire.pipeline.counters import store_forecast
 from thinwire.pipeline.dropout import SampleDropout, find_dropout, seed_dropout
 from thinwire.pipeline.early_receives import is_refusal
-from thinwire.pipeline.lane import DIRECTIONS, REFUSED, Lane, Message
+from thinwire.pipeline.lane import DIRECTIONS, REFUSED, Lane
 from thinwire.pipeline.lazy_error import AGAIN, STEPS
-from thinwire.pipeline.message_choice import Plan, critical_sends, predicate
+from thinwire.pipeline.message_choice import Message, Plan, critical_sends, predicate
 from thinwire.pipeline.step_plan import StagePosition, message_tag, plan_step
 from thinwire.planner.step import Send, Traffic
 

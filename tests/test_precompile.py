@@ -17,7 +17,8 @@ from thinwire.data_parallel.precompile import try_exchange
 from thinwire.distributed.precompile import precompile
 from thinwire.kernels.cpu import compile as compiling
 from thinwire.lab import Network, check
-from thinwire.pipeline.lane import Lane, Message
+from thinwire.pipeline.lane import Lane
+from thinwire.pipeline.message_choice import Message
 from thinwire.pipeline.precompile import try_link
 from thinwire.train.metrics import read_events
 

@@ -19,7 +19,8 @@ from thinwire.distributed.precompile import precompile
 from thinwire.kernels import dispatch
 from thinwire.kernels.gpu import launch
 from thinwire.memory.channel import Channel
-from thinwire.pipeline.lane import Lane, Message
+from thinwire.pipeline.lane import Lane
+from thinwire.pipeline.message_choice import Message
 from thinwire.pipeline.precompile import try_link
 
 ROW = (3, 40)  # 120 values: no multiple of the tile, nor of 16 bytes when packed

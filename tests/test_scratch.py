@@ -14,7 +14,8 @@ from thinwire.codecs import frame as framing
 from thinwire.config.wire import Link, Wire
 from thinwire.pipeline import counters
 from thinwire.pipeline.counters import StoreReport
-from thinwire.pipeline.lane import Lane, Message
+from thinwire.pipeline.lane import Lane
+from thinwire.pipeline.message_choice import Message
 from thinwire.planner.config import read_run
 from thinwire.planner.predict import predict
 from thinwire.planner.settings import preset

@@ -22,7 +22,8 @@ from thinwire.codecs import Transform, make
 from thinwire.codecs.transform_fit import Moments, eigenvectors, fit
 from thinwire.config.wire import Link, Wire
 from thinwire.errors import UsageError
-from thinwire.pipeline.lane import Lane, Message
+from thinwire.pipeline.lane import Lane
+from thinwire.pipeline.message_choice import Message
 
 WIDTH, TOKENS = 64, 9
 CPU = torch.device("cpu")

@@ -16,8 +16,9 @@ import pytest
 import thinwire as tw
 from thinwire import codecs, collectives, memory
 from thinwire.collectives import COLLECTIVES
+from thinwire.config.named import MEMORIES
 from thinwire.config.presets import PRESETS
-from thinwire.config.wire import MEMORIES, Link, Reduction, Wire
+from thinwire.config.wire import Link, Reduction, Wire
 from thinwire.errors import UsageError
 from thinwire.planner.settings import read_wire
 from thinwire.planner.sizes import reduction

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.config.wire import Link, Wire
-from thinwire.pipeline.lane import Lane, Message
+from thinwire.pipeline.lane import Lane
+from thinwire.pipeline.message_choice import Message
 
 STAGES, SEEDS = 4, 3
 WAY = Callable[[Tensor], Tensor]

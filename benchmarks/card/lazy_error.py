@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from thinwire.codecs import Centered, LowRank, Quantize
 from thinwire.config.wire import Link
 from thinwire.memory import ErrorFeedback
-from thinwire.pipeline.lane import Message
+from thinwire.pipeline.message_choice import Message
 
 CODECS = {"3 bits": Quantize(3), "rank 16": LowRank(16)}
 SIZES = {"0.8 M": Size(4, 128, 4, 64), "25 M": Size(8, 512, 8, 256)}

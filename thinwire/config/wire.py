@@ -13,23 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from thinwire import codecs, memory
+from thinwire import codecs
 from thinwire.codecs.base import Codec
-from thinwire.collectives import COLLECTIVES, Collective, Dense
+from thinwire.collectives import Collective, Dense
 from thinwire.collectives.flows import MOST_STREAMS
+from thinwire.config.named import build_named, hint, make_collective, make_memory, nested, read_table
 from thinwire.config.presets import written_out
 from thinwire.config.stages import Stages, check_stages
 from thinwire.errors import UsageError
 from thinwire.memory import ErrorFeedback, Memory, Plain
-from thinwire.registry import construct, plain_name
 
-MEMORIES: dict[str, Callable[..., Memory]] = {
-    plain_name(f.__name__): f
-    for f in (
-        memory.Plain, memory.FixedShift, memory.StarShift, memory.Diana, memory.RandDiana, memory.EF21,
-        memory.ErrorFeedback, memory.EControl, memory.Delta,
-    )
-}  # fmt: skip
 WHEN = ("always", "epilogue", "critical")
 SYNCS = ("separate", "fused", "rows")
 EPOCH = "epoch"  # as a warm-up: the first epoch, whose steps `Wire.with_epoch` tells
@@ -118,7 +111,7 @@ class Reduction:
 
     def __post_init__(self) -> None:
         if not isinstance(self.collective, Collective):
-            raise UsageError(f"gradients take a collective, not {self.collective!r}{_hint(self.collective)}")
+            raise UsageError(f"gradients take a collective, not {self.collective!r}{hint(self.collective)}")
         if not isinstance(self.memory, Memory):
             raise UsageError(f"memory must be a memory, not {self.memory!r}")
         if self.memory.cold_start:
@@ -170,8 +163,11 @@ class Wire:
         for name in ("gradient", "embedding"):
             object.__setattr__(self, name, _reduction(name, getattr(self, name)))
         if self.backward is not None:
-            if self.backward.tokens and not isinstance(self.backward.codec, codecs.Transform):
-                raise UsageError("[wire.backward] tokens: needs codec = 'transform': another code's bias would add up")
+            unbiased = isinstance(self.backward.codec, codecs.Transform) and not self.backward.codec.every
+            if self.backward.tokens and not unbiased:
+                raise UsageError(
+                    "[wire.backward] tokens: needs codec = 'transform' without `every`: another's bias would add up"
+                )
             if self.backward.scale_gradient:
                 raise UsageError("[wire.backward] scale_gradient: is for activations; give it under [wire.forward]")
         if not isinstance(self.auto, bool):
@@ -204,7 +200,7 @@ class Wire:
         if isinstance(wire, str):
             return _read({"preset": wire})
         if not isinstance(wire, Mapping):
-            raise UsageError(f"wire = {wire!r}: must be a Wire, a preset's name, a table or a collective{_hint(wire)}")
+            raise UsageError(f"wire = {wire!r}: must be a Wire, a preset's name, a table or a collective{hint(wire)}")
         return _read(wire)
 
 
@@ -247,12 +243,12 @@ def _link(name: str, given: Any) -> Link | None:
         return Link(given)
     if isinstance(given, tuple):
         return Link(*given)
-    table = _table(name, given, "codec")
+    table = read_table(name, given, "codec")
     if not table:
         return None
     own = {key: table.pop(key) for key in ("when", "warmup", "tokens", "scale_gradient") if key in table}
     kept = table.pop("memory", "plain")
-    return _named(name, lambda: Link(codecs.make(**table), kept if kept == "auto" else _memory(kept), **own))
+    return build_named(name, lambda: Link(codecs.make(**table), kept if kept == "auto" else make_memory(kept), **own))
 
 
 def _reduction(name: str, given: Any) -> Reduction | None:
@@ -263,7 +259,7 @@ def _reduction(name: str, given: Any) -> Reduction | None:
         return Reduction(given)
     if isinstance(given, tuple):
         return Reduction(*given)
-    table = _table(name, given, "collective", needed=name == "gradient")
+    table = read_table(name, given, "collective", needed=name == "gradient")
     if not table:
         return None
     table.setdefault("collective", "dense")
@@ -272,49 +268,7 @@ def _reduction(name: str, given: Any) -> Reduction | None:
 
     def build() -> Reduction:
         if "rows_codec" in own:
-            own["rows_codec"] = _nested(own["rows_codec"])
-        return Reduction(make_collective(**table), _memory(kept), **own)
+            own["rows_codec"] = nested(own["rows_codec"])
+        return Reduction(make_collective(**table), make_memory(kept), **own)
 
-    return _named(name, build)
-
-
-def _hint(given: Any) -> str:
-    """The end of an error where a codec is given and a collective is needed."""
-    return "; collectives.TwoHop(codec) makes a collective of a codec" if isinstance(given, Codec) else ""
-
-
-def _table(section: str, given: Any, wanted: str, needed: bool = True) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        hint = _hint(given) if wanted == "collective" else ""
-        raise UsageError(f"[wire] {section} = {given!r}: must be a {wanted}, a pair with its memory, or a table{hint}")
-    if given and needed and not isinstance(given.get(wanted), str):
-        raise UsageError(f"[wire.{section}] {wanted}: its name is needed")
-    return dict(given)
-
-
-def _named(section: str, build: Callable[[], Any]) -> Any:
-    try:
-        return build()
-    except UsageError as error:
-        raise UsageError(f"[wire.{section}] {error}") from error
-
-
-def make_collective(collective: str, **arguments: Any) -> Collective:
-    """The collective of that name; arguments that are codecs or collectives are tables of their own."""
-    built = {key: _nested(value) for key, value in arguments.items()}
-    return construct("collective", COLLECTIVES, collective, built)
-
-
-def _nested(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return make_collective(**value) if "collective" in value else codecs.make(**value)
-
-
-def _memory(given: str | Mapping[str, Any]) -> Memory:
-    """A memory from its name, or from a table {"memory": name, …}."""
-    if not isinstance(given, (str, Mapping)):
-        raise UsageError(f"memory = {given!r}: must be a name or a table")
-    table = {"memory": given} if isinstance(given, str) else dict(given)
-    built = {key: _nested(value) for key, value in table.items() if key != "memory"}
-    return construct("memory", MEMORIES, table.get("memory"), built)
+    return build_named(name, build)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.collectives.flows import Flows
-from thinwire.pipeline.lane import REFUSED, Lane, Message
+from thinwire.pipeline.lane import REFUSED, Lane
+from thinwire.pipeline.message_choice import Message
 from thinwire.pipeline.step_plan import StepPlan
 
 LIMIT = 256 << 20  # bytes of buffers posted at once by a stage; what is beyond is received when torch asks

@@ -9,7 +9,6 @@ schedule runs, and a link with `Identity` gives the same bits as the plain stage
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +17,8 @@ from torch import Tensor
 
 from thinwire.collectives.groups import explicit
 from thinwire.errors import UsageError
-from thinwire.memory.token_means import following
 from thinwire.pipeline.early_receives import Receive, empty_receives, is_refusal, start_receive
-from thinwire.pipeline.lane import Lane, Message
+from thinwire.pipeline.lane import Lane
 from thinwire.pipeline.overlap import AHEAD, Transport
 from thinwire.pipeline.planned_stage import PlannedStage
 from thinwire.pipeline.shapes import Spec, outputs_of
@@ -112,8 +110,12 @@ class FramedStage(PlannedStage):
         self._begin()
         gradients = self._decoded("backward", bwd_chunk_id)
         if gradients is not None:
-            remaining = iter(self._through_codes(gradients, bwd_chunk_id))
-            per_output = [next(remaining) if gets_one else None for _, gets_one in self._sent[bwd_chunk_id]]
+            get_one = [gets_one for _, gets_one in self._sent[bwd_chunk_id]]
+            sender = self.lanes.outgoing.get("forward")
+            if sender is not None:
+                gradients = sender.correct(bwd_chunk_id, gradients, [i for i, one in enumerate(get_one) if one])
+            remaining = iter(gradients)
+            per_output = [next(remaining) if gets_one else None for gets_one in get_one]
             self.set_local_bwd_input(tuple(per_output), bwd_chunk_id)
         if self.owner is not None:
             self.owner.backward_began()
@@ -145,7 +147,7 @@ class FramedStage(PlannedStage):
         lane = self.lanes.outgoing.get(direction)
         if lane is None or self.plan is None:
             return ops
-        message = self._told(self.plan.outgoing[direction][chunk], direction, chunk)
+        message = self.plan.outgoing[direction][chunk].told(self._tokens.get(chunk), direction)
         tensors = [op.tensor.detach() for op in ops]
         transport = self.transports.get((direction, "out"))
         if transport is not None:
@@ -227,7 +229,7 @@ class FramedStage(PlannedStage):
         if receives is None or self.plan is None:
             return None
         lane = self.lanes.incoming[direction]
-        message = self._told(self.plan.incoming[direction][chunk], direction, chunk)
+        message = self.plan.incoming[direction][chunk].told(self._tokens.get(chunk), direction)
         transport = self.transports.get((direction, "in"))
         with torch.no_grad(), nullcontext() if transport is None else transport.arrived(chunk):
             for receive in receives:
@@ -237,22 +239,6 @@ class FramedStage(PlannedStage):
                 self._refuse(chunk, [(receive.shape, receive.dtype) for receive in receives], "")
             tensors = [lane.recv(message, i, r.frame, r.shape, r.dtype) for i, r in enumerate(receives)]
         return tensors if transport is None else transport.deliver(tensors)
-
-    def _told(self, message: Message, direction: str, chunk: int) -> Message:
-        """With the tokens of its rows, where the wire has token means."""
-        tokens = self._tokens.get(chunk)
-        if tokens is None:
-            return message
-        return replace(message, tokens=following(tokens) if direction == "backward" else tokens)
-
-    def _through_codes(self, gradients: list[Tensor], chunk: int) -> list[Tensor]:
-        """Gradients of this stage's outputs, through the codes that these were sent in (memory/scale_gradient.py)."""
-        lane = self.lanes.outgoing.get("forward")
-        if lane is None or not lane.link.scale_gradient:
-            return gradients
-        sent = [index for index, (_, gets_one) in enumerate(self._sent[chunk]) if gets_one]
-        with torch.no_grad():
-            return [lane.correct(chunk, index, gradient) for index, gradient in zip(sent, gradients)]
 
     # --- batches that are not as announced
 

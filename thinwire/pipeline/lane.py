@@ -13,7 +13,7 @@ it passes it on, and then all ranks raise the same error (FramedStage._refuse).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,33 +29,11 @@ from thinwire.memory.file_store import SUFFIX
 from thinwire.memory.fitted import FittedChannel, more_of
 from thinwire.memory.store import Key
 from thinwire.pipeline.lazy_error import Trial
+from thinwire.pipeline.message_choice import Message
 
 DIRECTIONS = ("forward", "backward")
 AS_IS = Link(Identity())
-TENSORS = 16  # of one message, at most, that have tags
 REFUSED = 255  # every byte of a refusal; a frame of a codec begins with its version
-
-
-@dataclass(frozen=True)
-class Message:
-    """What both ends of a boundary know of a message before it is sent.
-
-    microbatch: its number in the step.
-    ids: the samples in it, one per row; None where no ids were given.
-    coded: whether `when` chose it for compression.
-    first_tag: the tag of its first tensor, the others' follow; 0: messages match by order.
-    tokens: of its rows, where a link has token means; of gradients the ones that come next (`following`).
-    """
-
-    microbatch: int
-    ids: tuple[int, ...] | None
-    coded: bool
-    first_tag: int = 0
-    tokens: Tensor | None = field(default=None, compare=False)
-
-    def tag(self, index: int) -> int:
-        """The tag of tensor number `index`; 0: it matches by order."""
-        return self.first_tag + index if self.first_tag and index < TENSORS else 0
 
 
 class Lane:
@@ -147,10 +125,15 @@ class Lane:
             self.faults.append(f"{self.name}, micro-batch {message.microbatch}: NaN or Inf")
         return y
 
-    def correct(self, microbatch: int, index: int, gradient: Tensor) -> Tensor:
-        """At the sending end: the gradient that came back of tensor `index` of a message, through its code."""
-        channel = self.coded.get(index)
-        return channel.correct(microbatch, gradient) if isinstance(channel, FittedChannel) else gradient
+    def correct(self, microbatch: int, gradients: Sequence[Tensor], indices: Sequence[int] = (0,)) -> list[Tensor]:
+        """At the sending end: gradients that came back of tensors `indices` of a message, through their codes."""
+        out = list(gradients)
+        for at, index in enumerate(indices):
+            channel = self.coded.get(index)
+            if isinstance(channel, FittedChannel):
+                with torch.no_grad():
+                    out[at] = channel.correct(microbatch, out[at])
+        return out
 
     def refusal(self, message: Message, index: int, shape: Sequence[int], like: Tensor) -> Tensor:
         """A refusal in place of the frame of tensor `index`; arguments as of `expect`."""

@@ -1,4 +1,4 @@
-"""Which messages of a boundary are compressed: one predicate of (sending stage, micro-batch), equal at both ends.
+"""What both ends know of a message, and which of a boundary's are compressed: one predicate of (sending stage, micro-batch).
 
 always · epilogue: Optimus-CC's backward sends m ≥ M − (S − s) · critical: those the simulated step waits for
 (planner/critical.py) · or the user's function. Neighbouring stages compare its values before the first step.
@@ -7,13 +7,47 @@ always · epilogue: Optimus-CC's backward sends m ≥ M − (S − s) · critica
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 
+from torch import Tensor
+
 from thinwire.errors import UsageError
+from thinwire.memory.token_means import following
 from thinwire.planner.critical import choose
 from thinwire.planner.schedule import generate
 from thinwire.planner.step import Hop, Send, Step, Traffic, Work
+
+TENSORS = 16  # of one message, at most, that have tags
+
+
+@dataclass(frozen=True)
+class Message:
+    """What both ends of a boundary know of a message before it is sent.
+
+    microbatch: its number in the step.
+    ids: the samples in it, one per row; None where no ids were given.
+    coded: whether `when` chose it for compression.
+    first_tag: the tag of its first tensor, the others' follow; 0: messages match by order.
+    tokens: of its rows, where a link has token means; of gradients the ones that come next (`following`).
+    """
+
+    microbatch: int
+    ids: tuple[int, ...] | None
+    coded: bool
+    first_tag: int = 0
+    tokens: Tensor | None = field(default=None, compare=False)
+
+    def tag(self, index: int) -> int:
+        """The tag of tensor number `index`; 0: it matches by order."""
+        return self.first_tag + index if self.first_tag and index < TENSORS else 0
+
+    def told(self, tokens: Tensor | None, direction: str) -> Message:
+        """With the tokens of its rows, as `direction`'s means are kept by; None: as it is."""
+        if tokens is None:
+            return self
+        return replace(self, tokens=following(tokens) if direction == "backward" else tokens)
+
 
 Predicate = Callable[[int, int], bool]
 FORWARD_SECONDS = 1.0  # of one stage and micro-batch: the unit of time here

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from thinwire.config.wire import Link, Wire
 from thinwire.distributed.precompile import STEPS, example_values, precompile
 from thinwire.memory import Memory
-from thinwire.pipeline.lane import Lane, Message
+from thinwire.pipeline.lane import Lane
+from thinwire.pipeline.message_choice import Message
 
 SAMPLES = (0, 1)
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thinwire.pipeline.announce import Announcement
-from thinwire.pipeline.lane import DIRECTIONS, TENSORS, Message
-from thinwire.pipeline.message_choice import Predicate
+from thinwire.pipeline.lane import DIRECTIONS
+from thinwire.pipeline.message_choice import TENSORS, Message, Predicate
 
 TAGS = 2**31 - 1
 STEPS_APART = 1 << 10  # the fewest steps after which a tag may come again

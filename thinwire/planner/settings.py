@@ -76,7 +76,7 @@ def _setting(table: dict[str, Any], named: str) -> Setting | None:
     if named not in table:
         return None
     memory, when = table.pop("memory", "plain"), table.pop("when", "always")
-    for key in ("warmup", "tokens"):  # a step after the warm-up is planned; token means change no byte
+    for key in ("warmup", "tokens", "scale_gradient"):  # a step after the warm-up is planned; the others change no byte
         table.pop(key, None)
     stages = check_stages(table.pop("stages", 1.0))
     kept: Mapping[str, Any] = memory if isinstance(memory, Mapping) else {"memory": memory}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire.config.wire import Wire
-from thinwire.pipeline.lane import DIRECTIONS, Lane, Message
+from thinwire.pipeline.lane import DIRECTIONS, Lane
+from thinwire.pipeline.message_choice import Message
 
 
 class Crossing:
@@ -67,4 +68,4 @@ class _Cross(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         g = ctx.crossing.carry("backward", ctx.message, gradients[0].contiguous())
-        return ctx.crossing.lanes["forward"][0].correct(ctx.message.microbatch, 0, g), None, None
+        return ctx.crossing.lanes["forward"][0].correct(ctx.message.microbatch, [g])[0], None, None

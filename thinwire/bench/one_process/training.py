@@ -23,8 +23,8 @@ from thinwire.config.stages import SLACK
 from thinwire.config.wire import Wire, warmup_steps
 from thinwire.errors import UsageError
 from thinwire.memory.deferred import fetch
-from thinwire.pipeline.lane import DIRECTIONS, Message
-from thinwire.pipeline.message_choice import MessageChoice, Plan
+from thinwire.pipeline.lane import DIRECTIONS
+from thinwire.pipeline.message_choice import Message, MessageChoice, Plan
 from thinwire.planner.step import Traffic
 from thinwire.train.build import Checked, check
 from thinwire.train.config.sections import TrainConfig

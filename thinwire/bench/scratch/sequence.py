@@ -17,8 +17,8 @@ from thinwire.bench.one_process.crossing import Crossing, cross
 from thinwire.boundaries.projected import BoundedStage
 from thinwire.boundaries.synchronise import Boundaries
 from thinwire.config.wire import Wire
-from thinwire.memory.token_means import following
-from thinwire.pipeline.lane import Message
+from thinwire.pipeline.lane import DIRECTIONS
+from thinwire.pipeline.message_choice import Message
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Sequence:
 
     def _forward(self, x: Tensor, microbatch: int) -> Tensor:
         tokens = x
-        messages = [Message(microbatch, None, True, tokens=of) for of in (tokens, following(tokens))]
+        messages = [Message(microbatch, None, True).told(tokens, direction) for direction in DIRECTIONS]
         for index, stage in enumerate(self.stages):
             x = stage(x) if self.boundaries is None else stage(x, tokens=tokens)
             if index < len(self.crossings):

@@ -20,7 +20,8 @@ from thinwire.collectives.flows import Flows
 from thinwire.config.wire import Link, Reduction
 from thinwire.distributed.packets import LossCount
 from thinwire.distributed.values import gather_json
-from thinwire.pipeline.lane import Lane, Message
+from thinwire.pipeline.lane import Lane
+from thinwire.pipeline.message_choice import Message
 from thinwire.planner.flows import under_way
 from thinwire.planner.network import LinkSpeed
 from thinwire.planner.sizes import rows_bytes

@@ -1,4 +1,4 @@
-"""What both ends know of a message, and which of a boundary's are compressed: one predicate of (sending stage, micro-batch).
+"""What both ends know of a message, and which are compressed: one predicate of (sending stage, micro-batch).
 
 always · epilogue: Optimus-CC's backward sends m ≥ M − (S − s) · critical: those the simulated step waits for
 (planner/critical.py) · or the user's function. Neighbouring stages compare its values before the first step.

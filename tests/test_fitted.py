@@ -14,7 +14,8 @@ from rank_cases import Case, name_of, run_cases
 from rank_launch import launch, on_a_network, passed
 
 from thinwire.codecs import Quantize, Rotated, Transform
-from thinwire.codecs.transform import CLASSES, ERROR, STEP, Book, gain
+from thinwire.codecs.transform import ERROR, gain
+from thinwire.codecs.transform_book import CLASSES, STEP, Book
 from thinwire.codecs.transform_fit import Moments, fit
 from thinwire.config.wire import Link, Wire
 from thinwire.errors import UsageError

@@ -25,7 +25,6 @@ lowest bit of all components that have one, then of each the second bit of those
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import ClassVar
@@ -35,86 +34,16 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, from_raw, raw_bytes
 from thinwire.codecs.lowrank import matrix_shape
+from thinwire.codecs.transform_book import MOST_BITS, Book
 from thinwire.errors import UsageError
 from thinwire.kernels import bits as bitpack
 from thinwire.kernels import hadamard
 from thinwire.kernels.random import derive
 
-MOST_BITS = 8
-STEP = (0.0, 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)  # of unit variance, by bits
 ERROR = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000304, 0.0000877)  # mean square, with STEP
 OCTAVE, FINER = 16, 128  # scales per power of two: with a book, or of float64, whose range is large; without one
 EMPTY = -(2**15)  # the scale of a row of zeros
-CLASSES = 4  # of rows, by their scales
 MOST_GROWTH = 256.0  # by which a scale may differ from its row's rms
-
-
-@dataclass(frozen=True)
-class Book:
-    """What both ends of a boundary hold.
-
-    basis: float32[d, d], orthonormal but for bfloat16's rounding; None: a Hadamard rotation by the message's seed.
-    steps: float32[c, d], bits: int64[c, d], 0 to 8: of all rows alike, and then of each class of rows; without a basis
-        there are no classes. planes: of each c per bit the components that have it, as indices.
-    """
-
-    basis: Tensor | None
-    steps: Tensor
-    bits: Tensor
-    planes: Sequence[Sequence[Tensor]] = field(repr=False)
-
-    @staticmethod
-    def of(basis: Tensor, steps: Tensor, bits: Tensor) -> Book:
-        """With its planes. Waits for a card."""
-        most = bits.amax(1).tolist()
-        return Book(basis, steps, bits, [[(b > p).nonzero().view(-1) for p in range(m)] for b, m in zip(bits, most)])
-
-    @staticmethod
-    def even(total: int, width: int, device: torch.device) -> Book:
-        """Without a basis: so many bits of a row, as equal as can be."""
-        least, more = divmod(min(total, MOST_BITS * width), width)
-        every = torch.arange(width, device=device)
-        steps = torch.full((1, width), STEP[least], device=device)
-        if more:
-            steps[0, :more] = STEP[least + 1]
-        planes = [every] * least + ([every[:more]] if more else [])
-        return Book(None, steps, (least + (every < more).long())[None], [planes])
-
-    def classes(self, rows: int) -> slice:
-        """Which of its rows' classes hold for a message of so many rows: all alike where they cannot be cut evenly."""
-        return slice(1, None) if len(self.steps) > 1 and rows % (len(self.steps) - 1) == 0 else slice(0, 1)
-
-    @staticmethod
-    def nbytes(width: int) -> int:
-        """Of one with a basis, as it is sent."""
-        return 2 * width * width + 5 * (CLASSES + 1) * width
-
-    @staticmethod
-    def width(nbytes: int) -> int | None:
-        """Of rows whose book has so many bytes; None: of no book."""
-        part = 5 * (CLASSES + 1)
-        width = round((part * part + 8 * nbytes) ** 0.5 - part) // 4
-        return width if Book.nbytes(width) == nbytes else None
-
-    def raw(self) -> Tensor:
-        """As it is sent: the basis in bfloat16, steps, bits."""
-        assert self.basis is not None
-        return torch.cat([raw_bytes(x) for x in (self.basis.bfloat16(), self.steps, self.bits.to(torch.uint8))])
-
-    @staticmethod
-    def read(raw: Tensor, width: int) -> Book | None:
-        """From `raw` bytes; None: zeros, there is none yet. ValueError where they are no book. Waits for a card."""
-        cut = 2 * width * width
-        end = cut + 4 * (CLASSES + 1) * width
-        basis = from_raw(raw[:cut], torch.bfloat16).float().view(width, width)
-        steps, bits = from_raw(raw[cut:end], torch.float32).view(-1, width), raw[end:].long().view(-1, width)
-        if not bool(bits.any()):
-            return None
-        if int(bits.max()) > MOST_BITS or not bool(torch.isfinite(basis).all() & torch.isfinite(steps).all()):
-            raise ValueError("the book of a transform has impossible values")
-        if int(bits[1:].sum()) != CLASSES * int(bits[0].sum()):
-            raise ValueError("the book of a transform gives classes of rows too many or too few bits")
-        return Book.of(basis, steps, bits)
 
 
 @dataclass(frozen=True)
@@ -192,7 +121,7 @@ class Transform(Codec):
             codes = to_codes(scaled[in_order(scale, book)], book)
         part = book.classes(len(rows))
         stream = [
-            ((own[:, plane] >> p) & 1).view(-1)
+            ((columns(own, plane) >> p) & 1).view(-1)
             for own, planes in zip(codes, book.planes[part])
             for p, plane in enumerate(planes)
         ]
@@ -208,10 +137,15 @@ class Transform(Codec):
         for own, planes in zip(codes, book.planes[book.classes(count)]):
             for p, plane in enumerate(planes):
                 size = len(own) * len(plane)
-                own[:, plane] |= stream[:size].view(len(own), len(plane)) << p
+                part = stream[:size].view(len(own), len(plane)) << p
+                if len(plane) == width:
+                    own |= part
+                else:
+                    own[:, plane] |= part
                 stream = stream[size:]
-        y = torch.empty(count, width, dtype=work, device=wire.device)
-        y[order.view(-1)] = from_codes(codes, book, work).view(count, width)
+        y = from_codes(codes, book, work).view(count, width)
+        if len(order) > 1:
+            y = torch.empty_like(y).index_copy_(0, order.view(-1), y)
         if book.basis is not None:
             y = y @ book.basis.to(work).T
         factor = torch.exp2(
@@ -246,19 +180,26 @@ def in_order(scale: Tensor, book: Book) -> Tensor:
     return order.view(classes, -1)
 
 
+def columns(rows: Tensor, plane: Tensor) -> Tensor:
+    """Those of these numbers; without a copy where that is all of them."""
+    return rows if len(plane) == rows.shape[1] else rows[:, plane]
+
+
 def to_codes(y: Tensor, book: Book) -> Tensor:
     """uint8[classes, rows, d] of rows in order, [classes, rows, d]."""
     part = book.classes(y.shape[0] * y.shape[1])
     bits, steps = book.bits[part, None].to(y.dtype), book.steps[part, None].to(y.dtype)
-    z = torch.where(bits > 0, torch.floor(y / steps.clamp_min(_tiny(y))), 0)
-    return (z + torch.exp2(bits - 1).floor()).clamp(torch.zeros_like(bits), torch.exp2(bits) - 1).to(torch.uint8)
+    parts = torch.where(bits > 0, 1 / steps.clamp_min(_tiny(y)), 0)
+    half = torch.exp2(bits - 1).floor()
+    return (y * parts).floor_().add_(half).clamp_(torch.zeros_like(bits), torch.exp2(bits) - 1).to(torch.uint8)
 
 
 def from_codes(codes: Tensor, book: Book, dtype: torch.dtype) -> Tensor:
     """The inverse: rows of the middles of each code's interval, over 1 − E."""
     part = book.classes(codes.shape[0] * codes.shape[1])
     bits, steps = book.bits[part, None].to(dtype), (book.steps * gain(book.bits))[part, None].to(dtype)
-    return torch.where(bits > 0, (codes.to(dtype) + 0.5 - torch.exp2(bits - 1).floor()) * steps, 0)
+    steps = torch.where(bits > 0, steps, 0)
+    return codes.to(dtype).sub_(torch.exp2(bits - 1).floor() - 0.5).mul_(steps)
 
 
 def octave_of(book: Book, work: torch.dtype) -> int:

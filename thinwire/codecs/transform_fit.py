@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.lowrank import matrix_shape
-from thinwire.codecs.transform import CLASSES, ERROR, STEP, Book, Transform
+from thinwire.codecs.transform import ERROR, Transform
+from thinwire.codecs.transform_book import CLASSES, STEP, Book
 
 LOOKED_AT = 2048  # rows of a message, at most
 LEAST = 1e-12  # a variance, beside those of unit rows

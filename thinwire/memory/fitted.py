@@ -31,7 +31,8 @@ from torch import Tensor
 
 from thinwire.codecs import frame as framing
 from thinwire.codecs.base import Codec
-from thinwire.codecs.transform import Book, Transform
+from thinwire.codecs.transform import Transform
+from thinwire.codecs.transform_book import Book
 from thinwire.codecs.transform_fit import Moments, fit
 from thinwire.errors import UsageError
 from thinwire.memory.channel import Channel

@@ -25,7 +25,8 @@ from thinwire.bench.scratch.formulas import (
     rotated,
 )  # fmt: skip
 from thinwire.codecs import Codec
-from thinwire.codecs.transform import CLASSES, MOST_BITS, Book, Transform, block_of, gain
+from thinwire.codecs.transform import Transform, block_of, gain
+from thinwire.codecs.transform_book import CLASSES, MOST_BITS, Book
 from thinwire.codecs.transform_fit import LOOKED_AT, Moments, allotted, eigenvectors, energies_of, spread
 from thinwire.memory.fitted import LOOKED, due
 

@@ -16,7 +16,7 @@ import torch
 from thinwire.bench.scratch.rows import Row, configured
 from thinwire.codecs import frame as framing
 from thinwire.codecs import make
-from thinwire.codecs.transform import Book
+from thinwire.codecs.transform_book import Book
 
 PUBLISHED = {"dense bf16": (4096.0, 100.475), "fixed subspace": (644.0, 19.889)}  # bytes per token, seconds
 PUBLISHED_RATIO = 181_487 / 293_889  # T of the fixed subspace over T of dense

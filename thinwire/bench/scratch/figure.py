@@ -17,6 +17,7 @@ from thinwire.quantities import half_interval
 COLOURS = {
     "dense": "#000000", "fp32": "#000000", "direct": "#999999", "rotated": "#0072B2", "fixed": "#CC79A7",
     "learned": "#D55E00", "tokens": "#D55E00", "basis": "#E69F00", "ideal": "#56B4E9", "bf16": "#009E73",
+    "half": "#009E73", "a": "#CC79A7",
 }  # fmt: skip
 
 NEAR = (3.0, 0.4)  # how far apart two points are whose names do not meet: times in bytes, in % of loss
@@ -26,6 +27,9 @@ SHARES = (0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)  # of dense's T
 FAMILIES = {  # of rows with --formulas
     "bf16, fp32": r"dense bf16|fp32", "direct": r"direct [\d.]+ bits", "rotated": r"rotated (8 bits|\d bits mse)",
     "tokens + basis, every 10": r"tokens \+ basis ([\d.]+) back \1 every 10",
+    "tokens both ways, through": r"tokens both ways \+ normal ([\d.]+) back \1 through",
+    "half of it, tables": r"(tokens both ways \+ normal ([\d.]+) back \2 through|bf16) of 0.5",
+    "a third of it, tables": r"(tokens both ways \+ normal ([\d.]+) back \2 through|bf16) of 0.3333",
 }  # fmt: skip
 
 

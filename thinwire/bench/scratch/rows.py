@@ -139,7 +139,7 @@ def row_of(name: str) -> Row:
     both ways: gradients are coded against means too. through: the gradient passes through the scales of codes.
     of: that share of the width crosses, and every receiving stage has a table of tokens. ideal: as the best codes of so
     many bits would err. After a comma: bits forward, bits back, and the share of the steps from which they hold.
-    "bf16 of 0.5" is such a share in bfloat16.
+    "bf16 of 0.5" is such a share in bfloat16; "bf16 of 1": dense, and tables.
     """
     if name in ROWS:
         return ROWS[name]

@@ -48,7 +48,7 @@ def wire_of(row: Row) -> Wire:
 
 def projected_of(row: Row, setup: Scratch) -> Projected | None:
     """How the row's boundaries learn; None where hidden states cross whole."""
-    if row.share == 1:
+    if row.share == 1 and not row.tables:
         return None
     return Projected(row.rank(setup.width), row.anchors, setup.vocabulary, rate=row.rate, tables=row.tables)
 

@@ -71,6 +71,9 @@ def test_the_preset_keeps_nothing_of_samples():
     assert (wire.gradient, wire.embedding) == (Wire.of("max").gradient, Wire.of("max").embedding)
     tokens = Wire.of("scratch-tokens")
     assert replace(tokens, forward=wire.forward) == wire and tokens.forward == replace(wire.forward, tokens=0.5)
+    few = Wire.of("scratch-two-bits")
+    assert few.forward == Link(c.Transform(2), tokens=0.5, scale_gradient=True) and few.needs_tokens
+    assert few.backward == Link(c.Transform(2), tokens=0.1) and few.gradient == wire.gradient
 
 
 def test_the_planner_prices_what_crosses_a_learned_boundary():

@@ -110,13 +110,12 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 PRESETS["scratch-tokens"] = {**PRESETS["scratch"], "forward": {**ROTATED_FOUR_BITS, "tokens": 0.5}}
 # The same for links on which four bits are too many: codes without bias beside means both ways, of gradients by the
 # token that comes next, and the sender's gradient passes through the code's scale (memory/scale_gradient.py)
-for _name, _bits in (("scratch-two-bits", 2), ("scratch-one-bit", 1)):
-    _code = {"codec": "transform", "bits": _bits}
-    PRESETS[_name] = {
-        **PRESETS["scratch"],
-        "forward": {**_code, "tokens": 0.5, "scale_gradient": True},
-        "backward": {**_code, "tokens": 0.1},
-    }
+TWO_BITS = {"codec": "transform", "bits": 2}
+PRESETS["scratch-two-bits"] = {
+    **PRESETS["scratch"],
+    "forward": {**TWO_BITS, "tokens": 0.5, "scale_gradient": True},
+    "backward": {**TWO_BITS, "tokens": 0.1},
+}
 # Every tile of 64 × 64 sends its 64 largest values, two bits each, with error feedback
 TILES = {"codec": "tile_topk", "k": 64, "tile": 64}
 LOCAL_PRESETS: dict[str, dict[str, Any]] = {

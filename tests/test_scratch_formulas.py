@@ -13,7 +13,7 @@ from thinwire.bench.one_process.crossing import Crossing, cross
 from thinwire.bench.scratch.codes import Tokens, TransformCode
 from thinwire.bench.scratch.graph import _Cross
 from thinwire.bench.scratch.lengths import summed
-from thinwire.bench.scratch.options import planned
+from thinwire.bench.scratch.options import chosen, configure, planned
 from thinwire.bench.scratch.rows import DENSE, ROWS, row_of
 from thinwire.bench.scratch.seconds import Yardstick, bytes_per_token
 from thinwire.bench.scratch.ways import code_of
@@ -109,6 +109,10 @@ def test_gradients_pass_through_a_code_as_a_lane_s_do(way, next_codec):
 
 
 def test_names_of_rows_say_what_they_are():
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    name = "tokens both ways + normal 2 back 2 through of 0.5"
+    assert [row.name for row in chosen(parser.parse_args(["--only", f"{name}, fp32"]))] == [DENSE, name, "fp32"]
     row = row_of("tokens both ways + normal 2.5 back 2 through of 0.5")
     assert (row.codec["bits"], row.back["bits"], row.share, row.tables, row.through) == (2.5, 2.0, 0.5, True, True)
     assert row.tokens > 0 and row.next > 0 and row.rank(64) == 32 and row.messages and row.formulas

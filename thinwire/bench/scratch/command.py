@@ -13,7 +13,7 @@ from typing import Any
 
 from thinwire.bench.scratch.options import Scratch, chosen, read_setup
 from thinwire.bench.scratch.ranks import measure
-from thinwire.bench.scratch.rows import DENSE, ROWS, Row
+from thinwire.bench.scratch.rows import DENSE, ROWS, Row, row_of
 from thinwire.bench.scratch.seconds import PUBLISHED_RATIO, Yardstick, bytes_per_token, seconds_per_step
 from thinwire.bench.scratch.training import steps_to, train
 from thinwire.quantities import half_interval
@@ -95,10 +95,8 @@ def summed(runs: Sequence[Run]) -> list[Run]:
     dense = {one["seed"]: one for one in runs if one["row"] == DENSE}
     base = seconds_per_step(ROWS[DENSE], size)
     out = []
-    for row in ROWS.values():
+    for row in map(row_of, dict.fromkeys(one["row"] for one in runs)):
         mine = [one for one in runs if one["row"] == row.name]
-        if not mine:
-            continue
         steps, losses = [], []
         for one in mine:
             last, target = dense[one["seed"]]["losses"][-1]

@@ -12,6 +12,7 @@ thinwire bench scratch                                         every row, three 
 thinwire bench scratch --quick                                 five rows, a few steps: does it run?
 thinwire bench scratch --only 'rotated 4, dense' --json rows.json --resume
 thinwire bench scratch --only dense --lab 4                    also four steps on real shaped links, at this size
+thinwire bench scratch --model yardstick --rate 0.02 --only 'tokens both ways + normal 2 back 2 through, bf16 of 0.5'
 """
 
 from __future__ import annotations
@@ -191,12 +192,25 @@ def read_setup(args: argparse.Namespace) -> Scratch:
 
 
 def chosen(args: argparse.Namespace) -> list[Row]:
-    """The rows to run, dense first. A word that is a row's whole name means that row alone."""
+    """The rows to run, dense first. A word that is a row's whole name means that row alone, also one of `row_of`."""
     words = [word.strip() for word in args.only.split(",") if word.strip()]
-    able = [name for name, row in ROWS.items() if (row.formulas if args.formulas else row.messages)]
+    able = {name: row for name, row in ROWS.items() if _able(row, args)}
+    found = {word: row for word in words if (row := able.get(word) or _written(word)) is not None and _able(row, args)}
     few = [name for name in able if not args.quick or name in QUICK]
-    names = [word for word in words if word in able]
-    names += [name for name in few if not words or any(word in name for word in words if word not in able)]
-    if words and not names:
+    parts = [word for word in words if word not in found]
+    found |= {name: able[name] for name in few if not words or any(part in name for part in parts)}
+    if words and not found:
         raise UsageError(f"--only {args.only!r}: no row has these words; rows are {', '.join(ROWS)}")
-    return [ROWS[name] for name in dict.fromkeys((DENSE, *names))]
+    return list({DENSE: ROWS[DENSE], **found}.values())
+
+
+def _able(row: Row, args: argparse.Namespace) -> bool:
+    return row.formulas if args.formulas else row.messages
+
+
+def _written(name: str) -> Row | None:
+    """The row of a name that is not in the list; None: it is not a row's."""
+    try:
+        return row_of(name)
+    except UsageError:
+        return None

@@ -44,6 +44,7 @@ def make_memory(given: str | Mapping[str, Any]) -> Memory:
 
 
 def read_table(section: str, given: Any, wanted: str, needed: bool = True) -> dict[str, Any]:
+    """A section's table, to take from. wanted: the key that names what it is. needed: must it be there?"""
     if not isinstance(given, Mapping):
         more = hint(given) if wanted == "collective" else ""
         raise UsageError(f"[wire] {section} = {given!r}: must be a {wanted}, a pair with its memory, or a table{more}")
@@ -53,6 +54,7 @@ def read_table(section: str, given: Any, wanted: str, needed: bool = True) -> di
 
 
 def build_named(section: str, build: Callable[[], Any]) -> Any:
+    """What `build` makes; its errors name the section."""
     try:
         return build()
     except UsageError as error:

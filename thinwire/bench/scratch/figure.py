@@ -15,15 +15,15 @@ from thinwire.errors import UsageError
 from thinwire.quantities import half_interval
 
 COLOURS = {
-    "dense": "#000000", "fp32": "#000000", "direct": "#999999", "rotated": "#0072B2", "fixed": "#CC79A7",
+    "dense": "#000000", "fp32": "#000000", "direct": "#BBBBBB", "rotated": "#999999", "fixed": "#CC79A7",
     "learned": "#D55E00", "tokens": "#D55E00", "basis": "#E69F00", "ideal": "#56B4E9", "bf16": "#009E73",
-    "half": "#009E73", "a": "#CC79A7",
+    "half": "#0072B2", "a": "#CC79A7",
 }  # fmt: skip
 
 NEAR = (3.0, 0.4)  # how far apart two points are whose names do not meet: times in bytes, in % of loss
 TICKS = (256, 512, 1024, 2048, 4096)  # bytes per token
 MANY_TICKS = (128, *TICKS, 8192)
-SHARES = (0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)  # of dense's T
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)  # of dense's T
 FAMILIES = {  # of rows with --formulas
     "bf16, fp32": r"dense bf16|fp32", "direct": r"direct [\d.]+ bits", "rotated": r"rotated (8 bits|\d bits mse)",
     "tokens + basis, every 10": r"tokens \+ basis ([\d.]+) back \1 every 10",
@@ -75,6 +75,7 @@ def draw_lengths(document: dict[str, Any], path: str | Path) -> None:
     left.set_yticks(range(len(bars)), [row["row"] for row in bars], fontsize=8)
     left.invert_yaxis()
     left.set(xscale="log", xlabel="T / T of dense (steps × seconds of the yardstick's step)", title="at the same loss")
+    left.set_xlim(left=SHARES[0])
     left.set_xticks(SHARES, [str(share) for share in SHARES])
     left.minorticks_off()
     left.legend(loc="upper right")
@@ -100,7 +101,7 @@ def _lines(axes: Any, rows: list[dict[str, Any]]) -> None:
             families.setdefault(family, []).append(point)
     for family, points in families.items():
         x, y, intervals = zip(*sorted(points))
-        about = None if None in intervals else intervals
+        about = [one or 0.0 for one in intervals]  # none of fewer than two seeds
         known = family in FAMILIES
         look = {"fmt": "o-"} if known else {"fmt": "x"}
         axes.errorbar(x, y, about, color=_colour(family), capsize=3, label=family if known else None, **look)

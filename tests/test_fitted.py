@@ -303,25 +303,27 @@ def test_a_sender_corrects_each_micro_batch_once():
 
 
 def test_gradients_have_means_of_the_tokens_that_come_next():
-    assert following(torch.tensor([[5, 0, 7]])).tolist() == [[1, 8, 0]]
+    ids = torch.tensor([[5, 0, 7]])
+    told = {way: Message(0, None, True).told(ids, way).tokens.tolist() for way in ("forward", "backward")}
+    assert told == {"forward": [[5, 0, 7]], "backward": [[1, 8, 0]]}
     link = Link(Transform(4), tokens=0.5)
     ends = [Lane(link, "backward 1→0", end, 0) for end in ("send", "recv")]
     generator, of_token = torch.Generator().manual_seed(0), torch.randn(9, 64)
-    errors = []
-    for step in range(6):
-        if step == 3:
-            for lane in ends:
-                lane.rescale(4.0)  # the loss scale has changed
+    errors, scale = [], 1.0
+    for step in range(7):
         for lane in ends:
             lane.begin(step)
+            if step in (3, 4):
+                lane.rescale(4.0)  # the loss scale has changed; the first of these steps is not kept
+        scale = 4.0 if step >= 3 else 1.0
         ids = torch.randint(8, (4, 16), generator=generator)
-        x = (of_token[following(ids)] + 0.01 * torch.randn(4, 16, 64, generator=generator)) * (4 if step >= 3 else 1)
+        x = (of_token[following(ids)] + 0.01 * torch.randn(4, 16, 64, generator=generator)) * scale
         message = Message(0, None, True, tokens=following(ids))
         y = ends[1].recv(message, 0, ends[0].send(message, 0, x), x.shape, x.dtype)
         errors.append(float((y - x).square().sum() / x.square().sum()))
         for lane in ends:
             lane.resolve_checks()
-            lane.end_step(keep=True)
+            lane.end_step(keep=step != 3)
     means = [lane.coded[0].means.table for lane in ends]
     assert torch.equal(*means) and max(errors[1:]) < errors[0] / 20, errors
 

@@ -28,13 +28,14 @@ class TokenMeans:
         self.rate = rate
         self.table = torch.zeros(0, 0)
         self.visits = torch.zeros(0, dtype=torch.int32)
+        self._factor = 1.0  # of the open step's unit over the table's
         self._total: Tensor | None = None  # of the open step
         self._count: Tensor | None = None
 
     def of(self, tokens: Tensor, like: Tensor) -> Tensor:
         """The tokens' means, [.., width]. like: a tensor of that width, of the dtype and device wanted."""
         self._make_room(tokens, like)
-        return functional.embedding(tokens, self.table).to(like.dtype)
+        return (functional.embedding(tokens, self.table) * self._factor).to(like.dtype)
 
     def note(self, tokens: Tensor, decoded: Tensor) -> None:
         """Add what was decoded beside the means, [.., width]; in the same order with the same bits."""
@@ -53,17 +54,19 @@ class TokenMeans:
 
     def end_step(self, keep: bool) -> None:
         """Move the means by what the step's messages held beside them, or drop that."""
+        if keep and self._factor != 1:
+            self.table *= self._factor
         if keep and self._total is not None and self._count is not None:
             grown = len(self.table) - len(self._count)
             total, count = functional.pad(self._total, (0, 0, 0, grown)), functional.pad(self._count, (0, grown))
             self.visits += count > 0
             rate = (1 / self.visits.clamp_min(1).float()).clamp_min(self.rate)
             self.table += (rate / count.clamp_min(1))[:, None] * total
-        self._total, self._count = None, None
+        self._total, self._count, self._factor = None, None, 1.0
 
     def rescale(self, factor: float) -> None:
-        """What is coded is in another unit from now on."""
-        self.table *= factor
+        """What is coded is in another unit from the open step on, if that is kept."""
+        self._factor *= factor
 
     def tensors(self) -> dict[str, Tensor]:
         """For checkpoints."""
@@ -73,7 +76,7 @@ class TokenMeans:
         """Take over `tensors()`; nothing: begin anew."""
         self.table = state["table"].clone() if "table" in state else torch.zeros(0, 0)
         self.visits = state["visits"].clone() if "visits" in state else torch.zeros(0, dtype=torch.int32)
-        self._total, self._count = None, None
+        self._total, self._count, self._factor = None, None, 1.0
 
     def _make_room(self, tokens: Tensor, like: Tensor) -> None:
         """Rows for all of these tokens; another width or device than before begins anew. Waits for a card."""

@@ -222,9 +222,12 @@ class Pipeline:
             self._warn_of_shape()
 
     def _rescale(self) -> None:
-        """Where the loss scale has changed, residuals are in another unit; from now on, if the step is kept."""
-        for lane in (stage.lanes.outgoing.get("backward") for stage in self.stages):
-            if lane is not None and self._step_scale != self._scale:
+        """Where the loss scale has changed, residuals and both ends' means of gradients are in another unit; from now
+        on, if the step is kept."""
+        if self._step_scale == self._scale:
+            return
+        for ends in (end for stage in self.stages for end in (stage.lanes.outgoing, stage.lanes.incoming)):
+            if (lane := ends.get("backward")) is not None:
                 lane.rescale(self._step_scale / self._scale)
 
     # --- what stages call (planned_stage.Owner)

@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from pipeline_support import LENGTH, Run, batch, fitting, gathered
+from pipeline_support import LENGTH, Run, batch, fitting, gathered, loss_of
 from rank_cases import check, check_equal, refused
 from torch import Tensor
 
@@ -132,6 +132,25 @@ def fitted_links_roll_back() -> None:
     check(not moved and any("fitted/" in name for name in before), f"moved: {moved}")
     run.train(5, 8)
     check(not run.pipe.skipped, "the step after it was skipped too")
+
+
+def means_of_gradients_follow_the_loss_scale() -> None:
+    """At both ends: what arrives, unscaled, is the same but for other rotations; also after dropped steps."""
+    wire, scale = Wire(backward=Link(Transform(8), tokens=0.5)), {"now": 1.0}
+    still, moving = Tokened("1F1B", 4, wire), Tokened("1F1B", 4, wire, scale=lambda: scale["now"])
+    moving.schedule._loss_fn = lambda output, target: scale["now"] * loss_of(output, target)
+    for step, factor in enumerate((1.0, 8.0, 8.0, 0.5)):
+        scale["now"] = factor
+        x, y = batch(8, 0)
+        still.tokens = moving.tokens = torch.arange(8 * LENGTH).view(8, LENGTH) % 5
+        still.step(x, y)
+        moving.step(x, y)
+        for name, gradient in still.gradients().items():
+            off = float((moving.gradients()[name] / factor - gradient).norm() / gradient.norm())
+            check(off < 0.05, f"step {step}: {name} is off by {off:.3f}")
+        scale["now"] = 4 * factor
+        moving.step(torch.full_like(x, torch.nan), y)
+        check(moving.pipe.skipped, f"a step of NaN after step {step} was kept")
 
 
 def tokens_are_needed() -> None:

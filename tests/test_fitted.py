@@ -29,7 +29,7 @@ PRELOAD = ("warm", "fitted_cases")
 CASES: list[Case] = [
     *(functools.partial(cases.fitted_links_train, name) for name in SCHEDULES),
     cases.resumed_fitted_links_have_the_same_bits, cases.fitted_links_roll_back,
-    cases.states_of_another_revision_are_refused,
+    cases.states_of_another_revision_are_refused, cases.means_of_gradients_follow_the_loss_scale,
 ]  # fmt: skip
 
 
